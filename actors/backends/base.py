@@ -1,0 +1,36 @@
+"""What the Trainer asks of a training backend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Parameter
+
+    from actors.batching import Microbatch
+    from actors.weights import Shard
+
+
+class Backend(Protocol):
+    """A model laid out over the trainer's ranks. All methods that communicate are called by every rank in one order."""
+
+    def parameters(self) -> Iterable[Parameter]:
+        """Trainable parameters (DTensors where sharded), as the optimizer wants them."""
+        ...
+
+    def forward(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
+        """Logprobs [T] and entropy [T] (float32) of the microbatch's target tokens; full logits are never held."""
+        ...
+
+    def shards(self) -> Iterator[Shard]:
+        """This rank's part of every tensor under its Hugging Face name; a replica that another rank sends is left out.
+
+        The tensors alias the live weights and keep their address for the backend's life.
+        """
+        ...
+
+    def save(self, path: str) -> None:
+        """Write a Hugging Face folder that `AutoModelForCausalLM` loads; rank 0 writes, all ranks take part."""
+        ...

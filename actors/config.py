@@ -1,0 +1,161 @@
+"""Settings of every role. Torch-free, so that `--help` is instant; the text under a field is its help."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from actors.types import Sampling
+
+Order = Literal["oldest", "fifo", "window", "finish", "freshest"]
+Dtype = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BufferConfig:
+    """The replay buffer: which finished groups a step takes, and how stale they may be."""
+
+    groups_per_step: int = 16
+    """Groups that one training step consumes (P)."""
+    max_staleness: int = 2
+    """Hard bound S on version trained from minus a token's version; 0 is synchronous training; -1 is no bound."""
+    order: Order = "oldest"
+    """Which finished groups a step takes: lowest tickets, strictly next tickets, within a window of the oldest open
+    ticket, by completion, or newest version first."""
+    window: int = 16
+    """W of `--buffer.order window`: only tickets below oldest open + W are taken."""
+    depth: int | None = None
+    """Steps of work open ahead of the trainer; open groups never exceed (depth + 1) * groups_per_step. Default: what
+    max_staleness allows; -1 is no bound."""
+    stale: Literal["drop", "mask"] = "drop"
+    """Too old at take: drop the group, or train it with the gradient of the too old tokens masked."""
+    reuse: int = 1
+    """Times that a group may be trained."""
+    zero_variance: Literal["keep", "filter", "refill"] = "keep"
+    """Groups whose rewards are all equal: train them (they count in the denominator), drop them, or drop and replace
+    them so that the batch stays full."""
+    refill_cap: int = 4
+    """With `--buffer.zero-variance refill`: at most this many times groups_per_step are looked at for one step."""
+    attempts: int = 3
+    """Times that a failed group is issued again before its ticket is dropped."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NativeEngine:
+    """A Hugging Face model in plain torch, continuous batching over slots of a KV cache."""
+
+    slots: int = 512
+    """Requests decoded together by one replica."""
+    max_length: int = 256
+    """Tokens that one slot holds: prompt and completion."""
+    dtype: Dtype = "float32"
+    """Type of weights and activations while generating."""
+    deterministic: bool = False
+    """Fixed slot per (ticket, member) and fixed padded width: a request's tokens and logprobs do not depend on what
+    else is running. Slower; switched on by `--buffer.max-staleness 0`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedEngine:
+    """No model: a forward over b running requests takes base + per_request * b seconds."""
+
+    slots: int = 64
+    """Requests decoded together by one replica."""
+    base: float = 0.02
+    """Seconds of a forward."""
+    per_request: float = 0.0002
+    """Seconds that each running request adds to a forward."""
+    median_length: int = 64
+    """Median completion length in tokens; lengths are lognormal."""
+    sigma: float = 1.0
+    """Spread of log length; 0 gives every completion the median length, 0.99 a p99 of 10 x the median."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeneratorConfig:
+    """Replicas that generate."""
+
+    replicas: int = 2
+    """Independent engines; each is a proc mesh of tp ranks."""
+    tp: int = 1
+    """Ranks of one replica; rank 0 leads."""
+    threads: int = 1
+    """CPU threads per rank."""
+    engine: NativeEngine | SimulatedEngine = field(default_factory=NativeEngine)
+    """What decodes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    """Processes that drive environments and rewards."""
+
+    workers: int = 1
+    """CPU processes."""
+    timeout: float = 600.0
+    """Seconds before a group is given up and issued again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HfBackend:
+    """Any transformers causal language model, sharded by FSDP2 when there are several ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig:
+    """The trainer's ranks and optimizer."""
+
+    ranks: int = 1
+    """Data-parallel ranks."""
+    threads: int = 1
+    """CPU threads per rank."""
+    backend: HfBackend = field(default_factory=HfBackend)
+    """What trains."""
+    dtype: Dtype = "float32"
+    """Type of the forward and backward; parameters and optimizer state stay float32."""
+    lr: float = 5e-4
+    """Peak learning rate of AdamW."""
+    warmup_steps: int = 5
+    """Optimizer steps of linear warm-up."""
+    final_lr: float = 0.1
+    """Learning rate at the last step as a share of the peak; the decay is linear. 1 keeps the peak."""
+    beta1: float = 0.9
+    """AdamW's first moment decay."""
+    beta2: float = 0.99
+    """AdamW's second moment decay."""
+    weight_decay: float = 0.0
+    """AdamW's decoupled weight decay."""
+    clip_norm: float = 1.0
+    """Gradients are scaled down to this global norm."""
+    updates_per_step: int = 1
+    """Optimizer updates that one step splits its batch into."""
+    microbatch_tokens: int = 8192
+    """Most tokens of one packed microbatch; a longer rollout is a microbatch of its own."""
+    denominator: Literal["tokens", "sequences"] = "tokens"
+    """What the summed loss is divided by, over all ranks: trainable tokens (zero-variance groups included) or rollouts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncConfig:
+    """How weights get from the trainer to the generators."""
+
+    transport: Literal["shm", "torchstore"] = "shm"
+    """What moves the bytes: shared memory of one host, or torchstore (RDMA where there is a NIC, else messages)."""
+    dtype: Dtype = "float32"
+    """Type in which weights are sent."""
+    timeout: float = 120.0
+    """Seconds before a push, pull or swap fails, naming rank, phase and tensor."""
+
+
+__all__ = [
+    "BufferConfig",
+    "Dtype",
+    "GeneratorConfig",
+    "HfBackend",
+    "NativeEngine",
+    "Order",
+    "RolloutConfig",
+    "Sampling",
+    "SimulatedEngine",
+    "SyncConfig",
+    "TrainerConfig",
+]

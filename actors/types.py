@@ -1,0 +1,187 @@
+"""The records that travel between actors: frozen, keyword-only, numpy columns.
+
+Entry t of every per-token column describes token t. Prompt and observation tokens have mask False, logprob 0 and
+version -1. Nothing is shifted here: the shift by one (logits at t-1 predict token t) happens once, at packing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+Finish = Literal["stop", "length", "abort", "error", "timeout"]
+TurnKind = Literal["prompt", "action", "observation"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """How a completion is drawn. The seed is not part of it: each request carries its own."""
+
+    temperature: float = 1.0
+    """Divides the logits; 0 is greedy, whose reported logprobs are those at temperature 1."""
+    top_p: float = 1.0
+    """Keeps the smallest set of tokens whose probability reaches this; 1 keeps all."""
+    top_k: int = 0
+    """Keeps the k likeliest tokens; 0 keeps all."""
+    max_tokens: int = 256
+    """Most tokens of one completion; reaching it finishes with `length`."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a completion; the token that completes one is kept and the finish is `stop`."""
+
+
+class RequestId(NamedTuple):
+    """Names one completion for the whole run, whatever replica serves it."""
+
+    ticket: int
+    attempt: int
+    member: int
+    turn: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """One completion to draw: tokens in, tokens out."""
+
+    id: RequestId
+    prompt: np.ndarray
+    """int32 [n], at least one token."""
+    sampling: Sampling
+    seed: int
+    """From `derive_seed`: the same request gives the same draw on any replica and in any batch."""
+    min_version: int = 0
+    """The replica must hold at least this version before it starts: work is born fresh."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Completion:
+    """What an engine returns for a request."""
+
+    tokens: np.ndarray
+    """int32 [n], the stop token included."""
+    logprobs: np.ndarray
+    """float32 [n], under the distribution really sampled from (after temperature and truncation)."""
+    versions: np.ndarray
+    """int32 [n], the version of the weights whose forward gave the token's logits; never decreases."""
+    finish: Finish
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """A span [start, end) of a rollout's tokens. Adjacent actions cannot be told apart by the mask alone."""
+
+    start: int
+    end: int
+    kind: TurnKind
+    finish: Finish | None = None
+    reward: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rollout:
+    """One flat token stream of one agent."""
+
+    tokens: np.ndarray
+    """int32 [n]."""
+    mask: np.ndarray
+    """bool [n], True where the policy acted."""
+    logprobs: np.ndarray
+    """float32 [n], behaviour logprobs; 0 outside the mask."""
+    versions: np.ndarray
+    """int32 [n]; -1 outside the mask."""
+    turns: tuple[Turn, ...]
+    reward: float
+    """Sum of the turns' rewards."""
+    sampling: Sampling
+    policy: str = "policy"
+    """Which weights acted."""
+
+    @property
+    def oldest(self) -> int:
+        """Version of the oldest generated token; -1 if there is none."""
+        return int(self.versions[self.mask].min()) if self.mask.any() else -1
+
+    @property
+    def newest(self) -> int:
+        """Version of the newest generated token; -1 if there is none."""
+        return int(self.versions[self.mask].max()) if self.mask.any() else -1
+
+    @property
+    def truncated(self) -> bool:
+        """Whether the last action ran into `max_tokens`."""
+        return any(t.kind == "action" and t.finish == "length" for t in self.turns[-1:])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """All rollouts of one ticket: the members share the prompt and are compared with each other."""
+
+    ticket: int
+    attempt: int
+    row: int
+    rollouts: tuple[Rollout, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PayloadHandle:
+    """Where a group's columns lie. Read with `actors.payload.read`."""
+
+    host: str
+    path: str
+    nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupMeta:
+    """What the buffer knows of a finished group: everything but its tokens. Arrays are [members]."""
+
+    ticket: int
+    attempt: int
+    row: int
+    rewards: np.ndarray
+    """float32."""
+    lengths: np.ndarray
+    """int32, all tokens of the rollout, prompt included."""
+    actions: np.ndarray
+    """int32, generated tokens: those that can be trained."""
+    oldest: np.ndarray
+    """int32, version of the oldest generated token."""
+    newest: np.ndarray
+    """int32, version of the newest generated token."""
+    truncated: np.ndarray
+    """bool, the last action hit `max_tokens`."""
+    handle: PayloadHandle
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lease:
+    """Leave to produce one group: ticket i names dataset row `row`."""
+
+    ticket: int
+    attempt: int
+    row: int
+    version: int
+    """Newest announced version at issue: the group's first token is at least this new."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Taken:
+    """One training step's groups as fixed by the buffer; every rank gets the same one and reads its own share."""
+
+    step: int
+    """The version to train from: the step produces step + 1."""
+    groups: tuple[GroupMeta, ...]
+    max_staleness: int | None
+    """Tokens older than this lose their gradient (`mask`); None if whole groups were dropped instead."""
+    metrics: dict[str, float]
+    """`reward/*`, `staleness/*`, `buffer/*`, `rollout/*` of this step."""
+    last: bool
+    """No batch follows: the data ended."""
+
+
+def derive_seed(run_seed: int, ticket: int, member: int, turn: int) -> int:
+    """63-bit seed of one request: a hash of what names it, so neither replica nor time enters."""
+    text = f"{run_seed}/{ticket}/{member}/{turn}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
