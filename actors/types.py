@@ -185,3 +185,26 @@ def derive_seed(run_seed: int, ticket: int, member: int, turn: int) -> int:
     """63-bit seed of one request: a hash of what names it, so neither replica nor time enters."""
     text = f"{run_seed}/{ticket}/{member}/{turn}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Probe:
+    """A few rollouts sampled wholly at one version, to compare the engine's logprobs with the trainer's at it."""
+
+    version: int
+    handle: PayloadHandle
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepReport:
+    """What one trainer rank did in a step."""
+
+    step: int
+    rollouts: int
+    """Rollouts of this rank's share that entered the loss."""
+    tokens: int
+    """Their trainable tokens."""
+    tickets: tuple[int, ...]
+    """Tickets whose first member this rank trained: over all ranks each trained ticket appears once."""
+    metrics: dict[str, float]
+    """`policy/*` and `time/*`; the same on every rank where they are global."""

@@ -1,0 +1,79 @@
+"""The columns of a finished group, in a file of the run's shared-memory folder: messages carry the handle only."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from dataclasses import asdict
+
+import numpy as np
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from actors.types import Group, PayloadHandle, Rollout, Sampling, Turn
+
+
+def write(group: Group, folder: str) -> PayloadHandle:
+    """Store a group; `free` ends it. Raises OSError when the folder's mount is full."""
+    path = os.path.join(folder, f"group-{group.ticket}-{group.attempt}.safetensors")
+    rollouts = group.rollouts
+    columns = {
+        "tokens": np.concatenate([r.tokens for r in rollouts]),
+        "mask": np.concatenate([r.mask for r in rollouts]),
+        "logprobs": np.concatenate([r.logprobs for r in rollouts]),
+        "versions": np.concatenate([r.versions for r in rollouts]),
+    }
+    rest = {
+        "ticket": group.ticket,
+        "attempt": group.attempt,
+        "row": group.row,
+        "rollouts": [
+            {
+                "length": len(r.tokens),
+                "turns": [asdict(t) for t in r.turns],
+                "reward": r.reward,
+                "sampling": asdict(r.sampling),
+                "policy": r.policy,
+            }
+            for r in rollouts
+        ],
+    }
+    save_file(columns, path, metadata={"group": json.dumps(rest)})
+    return PayloadHandle(host=socket.gethostname(), path=path, nbytes=os.path.getsize(path))
+
+
+def read(handle: PayloadHandle) -> Group:
+    """The stored group, copied out.
+
+    Raises:
+        RuntimeError: the payload lies on another host.
+        FileNotFoundError: it was freed.
+    """
+    if handle.host != socket.gethostname():
+        raise RuntimeError(f"payload {handle.path} lies on host {handle.host}, this is {socket.gethostname()}")
+    with safe_open(handle.path, framework="np") as file:
+        rest = json.loads(file.metadata()["group"])
+        columns = {name: file.get_tensor(name) for name in ("tokens", "mask", "logprobs", "versions")}
+    rollouts, start = [], 0
+    for r in rest["rollouts"]:
+        part = {name: column[start : start + r["length"]] for name, column in columns.items()}
+        start += r["length"]
+        rollouts.append(
+            Rollout(
+                **part,
+                turns=tuple(Turn(**t) for t in r["turns"]),
+                reward=r["reward"],
+                sampling=Sampling(**{**r["sampling"], "stop": tuple(r["sampling"]["stop"])}),
+                policy=r["policy"],
+            )
+        )
+    return Group(ticket=rest["ticket"], attempt=rest["attempt"], row=rest["row"], rollouts=tuple(rollouts))
+
+
+def free(handle: PayloadHandle) -> None:
+    """Give the memory back. Freeing twice is harmless: a ticket may end while its group is being replaced."""
+    try:
+        os.unlink(handle.path)
+    except FileNotFoundError:
+        return
