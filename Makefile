@@ -1,0 +1,31 @@
+# make demo: install into .venv and train the tiny model.  make test, make lint: the checks.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: install demo test lint
+
+install: $(VENV)/.installed
+
+$(BIN)/python:
+	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed; make PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+
+# torch first, so that the right build is chosen once. torchstore's metadata pins older torch and torchmonarch than
+# the ones it runs on here, hence --no-deps; `pip check` reports those two pins.
+$(VENV)/.installed: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --disable-pip-version-check torch==2.13.0
+	$(BIN)/python -m pip install --disable-pip-version-check -e '.[dev]'
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps torchstore==0.1.2
+	touch $@
+
+demo: install
+	$(BIN)/python -m recipes.grpo_async
+
+test: install
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
