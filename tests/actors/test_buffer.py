@@ -1,0 +1,506 @@
+"""The ledger's promises, hand-made cases first, then random schedules on a virtual clock."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from actors.buffer import Ledger, RowOrder, admission
+from actors.config import BufferConfig
+from actors.types import GroupMeta, Lease, PayloadHandle
+
+
+def meta(lease: Lease, *, rewards=(0.0, 1.0), oldest=None, newest=None, length=10) -> GroupMeta:
+    n = len(rewards)
+    oldest = lease.version if oldest is None else oldest
+    newest = oldest if newest is None else newest
+    return GroupMeta(
+        ticket=lease.ticket,
+        attempt=lease.attempt,
+        row=lease.row,
+        rewards=np.array(rewards, np.float32),
+        lengths=np.full(n, length + 5, np.int32),
+        actions=np.full(n, length, np.int32),
+        oldest=np.full(n, oldest, np.int32),
+        newest=np.full(n, newest, np.int32),
+        truncated=np.zeros(n, bool),
+        handle=PayloadHandle(host="h", path=f"{lease.ticket}-{lease.attempt}", nbytes=1),
+    )
+
+
+def ledger(steps=100, rows=None, epochs=None, free=lambda m: None, **config) -> Ledger:
+    return Ledger(BufferConfig(**config), steps=steps, rows=rows, epochs=epochs, free=free)
+
+
+def tickets(taken) -> list[int]:
+    return [g.ticket for g in taken.groups]
+
+
+# Capacity and settings
+
+
+@pytest.mark.parametrize(
+    ("config", "capacity"),
+    [
+        ({"groups_per_step": 4, "max_staleness": 0}, 4),
+        ({"groups_per_step": 4, "max_staleness": 3}, 16),
+        ({"groups_per_step": 4, "max_staleness": 3, "depth": 1}, 8),
+        ({"groups_per_step": 4, "max_staleness": 3, "depth": -1}, None),
+        ({"groups_per_step": 4, "max_staleness": -1}, None),
+        # (W - 1) / P = 7 / 4 -> 2 steps of waiting, so A = 3 - 2 = 1.
+        ({"groups_per_step": 4, "max_staleness": 3, "order": "window", "window": 8}, 8),
+        ({"groups_per_step": 4, "max_staleness": 3, "order": "window", "window": 1}, 16),
+    ],
+)
+def test_open_tickets_are_bounded_by_depth(config, capacity):
+    assert admission(BufferConfig(**config)) == capacity
+    if capacity is not None:
+        assert len(ledger(**config).lease(0, 1000)) == capacity
+
+
+@pytest.mark.parametrize(
+    ("config", "word"),
+    [
+        ({"order": "window", "window": 40, "max_staleness": 1, "groups_per_step": 4}, "at most 5"),
+        ({"order": "window", "window": 4, "max_staleness": 1, "depth": 3, "groups_per_step": 4}, "depth"),
+        ({"groups_per_step": 0}, "groups_per_step"),
+        ({"max_staleness": -2}, "max_staleness"),
+        ({"order": "window", "window": 0}, "window"),
+    ],
+)
+def test_contradicting_settings_are_refused(config, word):
+    with pytest.raises(ValueError, match=word):
+        admission(BufferConfig(**config))
+
+
+def test_rows_are_shuffled_anew_each_epoch_and_named_by_ticket_alone():
+    order, again = RowOrder(50, seed=3), RowOrder(50, seed=3)
+    first, second = [order(t) for t in range(50)], [order(t) for t in range(50, 100)]
+    assert sorted(first) == sorted(second) == list(range(50))
+    assert first != second
+    assert [again(t) for t in (99, 0, 50, 49)] == [second[49], first[0], second[0], first[49]]
+    assert RowOrder(50, seed=4)(0) != first[0] or RowOrder(50, seed=4)(1) != first[1]
+    assert RowOrder(None, seed=0)(12345) == 12345
+
+
+# Orders
+
+
+def finish(book: Ledger, leases: list[Lease], order: list[int], **kw) -> None:
+    for i in order:
+        book.put(meta(leases[i], **kw))
+
+
+def test_each_order_takes_what_its_name_says():
+    def fresh(order, **kw):
+        book = ledger(groups_per_step=2, max_staleness=3, order=order, **kw)
+        return book, book.lease(0, 8)
+
+    book, leases = fresh("oldest")
+    finish(book, leases, [5, 3, 4])
+    assert tickets(book.take(0)) == [3, 4]
+
+    book, leases = fresh("finish")
+    finish(book, leases, [5, 3, 4])
+    assert tickets(book.take(0)) == [3, 5]
+
+    book, leases = fresh("fifo")
+    finish(book, leases, [5, 3, 4, 1])
+    assert book.take(0) is None
+    finish(book, leases, [0])
+    assert tickets(book.take(0)) == [0, 1]
+
+    book, leases = fresh("freshest")
+    finish(book, leases, [0], oldest=0)
+    finish(book, leases, [1], oldest=2)
+    finish(book, leases, [2], oldest=1)
+    assert tickets(book.take(0)) == [1, 2]
+
+    # Window 3: with ticket 0 unfinished only 1 and 2 may go; 5 may not.
+    book = ledger(groups_per_step=2, max_staleness=3, order="window", window=3)
+    leases = book.lease(0, 8)
+    finish(book, leases, [5, 1])
+    assert book.take(0) is None
+    finish(book, leases, [2])
+    assert tickets(book.take(0)) == [1, 2]
+    finish(book, leases, [3, 4])
+    assert book.take(1) is None
+    finish(book, leases, [0])
+    assert tickets(book.take(1)) == [0, 3]
+
+
+# Staleness
+
+
+@pytest.mark.parametrize(("age", "kept"), [(2, True), (3, False)])
+def test_the_bound_is_inclusive(age, kept):
+    book = ledger(groups_per_step=1, max_staleness=2, depth=5)
+    leases = book.lease(0, 6)
+    for step in range(age):
+        book.put(meta(leases[step], oldest=step))
+        book.take(step)
+        book.announce(step + 1)
+    assert book.put(meta(leases[5], oldest=0)) is True
+    taken = book.take(age)
+    assert (taken is not None) is kept
+    assert book.counts()["dropped_stale"] == (0 if kept else 4 - age + 2)
+
+
+def test_a_group_in_flight_beyond_the_bound_is_cancelled_and_names_window(caplog):
+    book = ledger(groups_per_step=1, max_staleness=1)
+    slow, *_ = book.lease(7, 1)
+    with caplog.at_level(logging.WARNING):
+        for step in range(3):
+            (lease,) = book.lease(0, 1)
+            book.put(meta(lease))
+            assert tickets(book.take(step)) == [lease.ticket]
+            book.announce(step + 1)
+    assert book.cancelled(7) == [(slow.ticket, slow.attempt)]
+    assert book.cancelled(7) == []
+    assert "--buffer.order window" in caplog.text
+    assert book.put(meta(slow)) is False
+    assert book.counts()["ignored"] == 1
+
+
+def test_mask_trains_what_is_partly_too_old_and_drops_what_is_wholly():
+    book = ledger(groups_per_step=1, max_staleness=1, stale="mask", depth=5)
+    leases = book.lease(0, 6)
+    for step in range(3):
+        book.put(meta(leases[step], oldest=step))
+        book.take(step)
+        book.announce(step + 1)
+    book.put(meta(leases[3], oldest=0, newest=2))
+    taken = book.take(3)
+    assert tickets(taken) == [3] and taken.max_staleness == 1
+    book.put(meta(leases[4], oldest=0, newest=2))
+    assert book.take(4) is None and book.counts()["dropped_stale"] == 1
+
+
+def test_length_bias_of_dropping_is_reported(caplog):
+    book = ledger(groups_per_step=1, max_staleness=0, depth=3)
+    a, b, *_ = book.lease(0, 4)
+    book.put(meta(a, length=10))
+    assert book.take(0).metrics["staleness/dropped_length_ratio"] == 0.0
+    book.announce(1)
+    book.put(meta(b, length=40))
+    (fresh,) = book.lease(0, 1)
+    book.put(meta(fresh, length=10))
+    with caplog.at_level(logging.WARNING):
+        # Ticket b and the two others in flight are too old; b is 40 / 10 = 4 x longer than what is trained.
+        assert book.take(1).metrics["staleness/dropped_length_ratio"] == 4.0
+    assert "4.0 x longer" in caplog.text
+
+
+# Attempts and duplicates
+
+
+def test_a_failed_group_is_issued_again_then_dropped():
+    book = ledger(groups_per_step=1, max_staleness=0, attempts=2)
+    (first,) = book.lease(0, 9)
+    assert book.failed(first.ticket, 0)
+    (second,) = book.lease(1, 9)
+    assert (second.ticket, second.attempt, second.row) == (first.ticket, 1, first.row)
+    assert book.put(meta(first)) is False
+    assert book.failed(first.ticket, 0) is False
+    assert book.failed(second.ticket, 1)
+    assert book.counts()["dropped_failed"] == 1 and book.open == 0
+    (third,) = book.lease(0, 9)
+    assert third.ticket == first.ticket + 1
+
+
+def test_a_second_result_for_a_ticket_is_ignored_and_freed():
+    freed = []
+    book = ledger(groups_per_step=1, max_staleness=1, free=lambda m: freed.append(m.ticket))
+    a, b = book.lease(0, 2)
+    assert book.put(meta(a)) and not book.put(meta(a))
+    assert freed == [a.ticket]
+    book.take(0)
+    assert not book.put(meta(a))
+    assert book.put(meta(b))
+
+
+# Zero variance, reuse, end of data
+
+
+def test_zero_variance_is_kept_filtered_or_refilled():
+    flat, good = (1.0, 1.0), (0.0, 1.0)
+
+    def run(mode, **kw):
+        book = ledger(groups_per_step=2, max_staleness=0, zero_variance=mode, **kw)
+        for lease, rewards in zip(book.lease(0, 9), (flat, good), strict=True):
+            book.put(meta(lease, rewards=rewards))
+        return book
+
+    book = run("keep")
+    assert tickets(book.take(0)) == [0, 1]
+
+    book = run("filter")
+    taken = book.take(0)
+    assert tickets(taken) == [1] and book.counts()["dropped_zero_variance"] == 1
+    # Both are closed this step: the mean is over 1, 1, 0, 1, what is trained over 0, 1.
+    assert taken.metrics["reward/mean"] == 0.75 and taken.metrics["reward/trained"] == 0.5
+
+    book = run("refill")
+    assert book.take(0) is None
+    (more,) = book.lease(0, 9)
+    book.put(meta(more, rewards=good))
+    assert tickets(book.take(0)) == [1, 2]
+
+    # Cap 2: four groups looked at, three of them flat, so the batch has one.
+    book = run("refill", refill_cap=2)
+    for _ in range(2):
+        assert book.take(0) is None
+        for lease in book.lease(0, 9):
+            book.put(meta(lease, rewards=flat))
+    assert tickets(book.take(0)) == [1]
+
+
+def test_a_group_is_reused_as_often_as_allowed_and_counted_once():
+    book = ledger(groups_per_step=2, max_staleness=3, reuse=2, steps=3)
+    uses: list[int] = []
+    for step in range(3):
+        for lease in book.lease(0, 99):
+            book.put(meta(lease))
+        taken = book.take(step)
+        uses += tickets(taken)
+        book.announce(step + 1)
+    assert max(uses.count(t) for t in uses) == 2 and len(uses) == 6
+    counts = book.counts()
+    assert counts["trained"] == len(set(uses)) and counts["open"] == 0
+    assert counts["issued"] == counts["trained"] + counts["dropped"]
+
+
+def test_the_short_last_batch_is_trained_and_nothing_waits():
+    book = ledger(groups_per_step=4, max_staleness=1, rows=3, epochs=2)
+    seen = []
+    leases = book.lease(0, 99)
+    assert [x.ticket for x in leases] == list(range(6))
+    for lease in leases:
+        book.put(meta(lease))
+    first = book.take(0)
+    assert len(first.groups) == 4 and not first.last
+    book.announce(1)
+    second = book.take(1)
+    assert len(second.groups) == 2 and second.last and book.exhausted
+    book.announce(2)
+    seen = [g.row for g in first.groups + second.groups]
+    assert sorted(seen) == [0, 0, 1, 1, 2, 2]
+    assert book.counts() | {"issued": 6, "trained": 6, "open": 0} == book.counts()
+
+
+def test_a_batch_that_ends_the_data_exactly_is_the_last():
+    book = ledger(groups_per_step=2, max_staleness=0, rows=2, epochs=1)
+    for lease in book.lease(0, 9):
+        book.put(meta(lease))
+    assert book.take(0).last
+
+
+def test_the_last_step_leaves_no_ticket_open():
+    book = ledger(groups_per_step=2, max_staleness=4, steps=3)
+    for step in range(3):
+        for lease in book.lease(0, 99):
+            book.put(meta(lease))
+        assert book.take(step).last is (step == 2)
+        book.announce(step + 1)
+    assert book.counts()["issued"] == book.counts()["trained"] == 6
+
+
+# Random schedules on a virtual clock
+
+
+class Run:
+    """Drives a ledger with random workers and a trainer; asserts its promises at every event."""
+
+    def __init__(self, config: BufferConfig, *, seed, steps, rows=None, epochs=None, sigma=1.0, fail=0.0, twice=0.0):
+        self.rng = random.Random(seed)
+        self.freed: list[str] = []
+        self.given: list[str] = []
+        self.book = Ledger(
+            config, steps=steps, rows=rows, epochs=epochs, free=lambda m: self.freed.append(m.handle.path)
+        )
+        self.config, self.sigma, self.fail, self.twice = config, sigma, fail, twice
+        self.clock, self.events, self.count = 0.0, [], itertools.count()
+        self.trained: list[tuple[int, GroupMeta]] = []
+        self.takes = []
+        self.now_version = 0
+
+    def at(self, delay, action):
+        heapq.heappush(self.events, (self.clock + delay, next(self.count), action))
+
+    def check(self):
+        c = self.book.counts()
+        assert c["issued"] == c["trained"] + c["dropped"] + c["open"]
+        if self.book.capacity is not None:
+            assert c["open"] <= self.book.capacity
+
+    def work(self):
+        for lease in self.book.lease(self.rng.randrange(2), 10_000 if self.book.capacity else 40):
+            length = self.rng.lognormvariate(0.0, self.sigma)
+            self.at(length, lambda lease=lease, length=length: self.done(lease, length))
+        self.book.cancelled(0), self.book.cancelled(1)
+
+    def done(self, lease, length):
+        if self.rng.random() < self.fail:
+            self.book.failed(lease.ticket, lease.attempt)
+            return
+        # Tokens were made at every version between birth and now.
+        m = meta(
+            lease,
+            rewards=self.rng.choice([(0.0, 1.0), (1.0, 1.0)]),
+            oldest=lease.version,
+            newest=self.now_version,
+            length=max(1, int(100 * length)),
+        )
+        for _ in range(2 if self.rng.random() < self.twice else 1):
+            self.given.append(m.handle.path)
+            self.book.put(m)
+
+    def go(self, step_time=1.0):
+        step, busy, over = 0, False, False
+        self.work()
+
+        def end_step(step):
+            nonlocal busy
+            busy = False
+            self.now_version = step + 1
+            self.book.announce(step + 1)
+
+        while not over:
+            if not busy:
+                taken = self.book.take(step)
+                if taken is not None:
+                    self.takes.append(taken)
+                    self.trained += [(step, g) for g in taken.groups]
+                    over = taken.last
+                    busy = True
+                    self.at(step_time, lambda step=step: end_step(step))
+                    step += 1
+            self.work()
+            self.check()
+            if over:
+                break
+            assert self.events, f"stuck: {self.book.waiting_for(step)}"
+            self.clock, _, action = heapq.heappop(self.events)
+            action()
+        end_step(step - 1)
+        self.check()
+        assert self.book.open == 0
+        assert sorted(self.freed) == sorted(self.given), "each payload is freed once"
+        return self
+
+
+configs = st.builds(
+    BufferConfig,
+    groups_per_step=st.integers(1, 5),
+    max_staleness=st.integers(0, 4),
+    order=st.sampled_from(["oldest", "fifo", "finish", "freshest"]),
+    depth=st.sampled_from([None, 0, 1, 6, -1]),
+    stale=st.sampled_from(["drop", "mask"]),
+    reuse=st.integers(1, 3),
+    zero_variance=st.sampled_from(["keep", "filter", "refill"]),
+    refill_cap=st.integers(1, 3),
+    attempts=st.integers(1, 3),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    config=configs,
+    seed=st.integers(0, 10**6),
+    steps=st.integers(1, 12),
+    rows=st.sampled_from([None, 1, 7, 30]),
+    sigma=st.sampled_from([0.0, 1.0, 2.0]),
+    fail=st.sampled_from([0.0, 0.3]),
+    twice=st.sampled_from([0.0, 0.3]),
+)
+def test_random_schedules_keep_the_books(config, seed, steps, rows, sigma, fail, twice):
+    epochs = None if rows is None else 2
+    run = Run(config, seed=seed, steps=steps, rows=rows, epochs=epochs, sigma=sigma, fail=fail, twice=twice).go()
+    bound = config.max_staleness
+    for step, g in run.trained:
+        if config.stale == "drop":
+            assert step - g.oldest.min() <= bound
+        else:
+            assert step - g.newest.max() <= bound
+    if config.reuse == 1 and rows is not None:
+        seen = [g.ticket for _, g in run.trained]
+        assert len(seen) == len(set(seen))
+    assert max(
+        (sum(g.ticket == t for _, g in run.trained) for t in {g.ticket for _, g in run.trained}), default=0
+    ) <= (config.reuse)
+    for taken in run.takes[:-1]:
+        if config.zero_variance == "keep" and (rows is None or config.reuse == 1):
+            assert len(taken.groups) == config.groups_per_step
+    if config.zero_variance == "keep" and fail == 0.0 and config.stale == "mask" and bound >= steps:
+        assert run.book.counts()["dropped_stale"] == 0
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    p=st.integers(1, 5),
+    window=st.integers(1, 20),
+    spare=st.integers(0, 3),
+    seed=st.integers(0, 10**6),
+    steps=st.integers(1, 15),
+    sigma=st.sampled_from([0.5, 2.0]),
+)
+def test_window_never_drops_and_keeps_its_bound(p, window, spare, seed, steps, sigma):
+    bound = -(-(window - 1) // p) + spare
+    config = BufferConfig(groups_per_step=p, max_staleness=bound, order="window", window=window)
+    run = Run(config, seed=seed, steps=steps, sigma=sigma).go()
+    assert run.book.counts()["dropped"] == 0
+    assert max(step - g.oldest.min() for step, g in run.trained) <= bound
+
+
+@settings(max_examples=100, deadline=None)
+@given(p=st.integers(1, 5), bound=st.integers(0, 4), seed=st.integers(0, 10**6), steps=st.integers(1, 15))
+def test_fifo_is_exact(p, bound, seed, steps):
+    config = BufferConfig(groups_per_step=p, max_staleness=bound, order="fifo")
+    run = Run(config, seed=seed, steps=steps, sigma=2.0).go()
+    assert [g.ticket for _, g in run.trained] == list(range(p * steps))
+    assert run.book.counts()["dropped"] == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    p=st.integers(1, 5),
+    seed=st.integers(0, 10**6),
+    steps=st.integers(1, 10),
+    order=st.sampled_from(["oldest", "fifo", "finish", "freshest"]),
+)
+def test_synchronous_takes_every_ticket_in_order_whatever_the_order(p, seed, steps, order):
+    config = BufferConfig(groups_per_step=p, max_staleness=0, order=order)
+    run = Run(config, seed=seed, steps=steps, sigma=2.0, twice=0.2).go()
+    assert [g.ticket for _, g in run.trained] == list(range(p * steps))
+    assert all(g.oldest.min() == step for step, g in run.trained)
+
+
+def long_tail(order: str) -> tuple[float, float, float]:
+    """Dropped share, length ratio and hours of a run with p99 = 10 x median at S = 4; a step takes two medians."""
+    config = BufferConfig(groups_per_step=16, max_staleness=4, order=order)
+    run = Run(config, seed=0, steps=200, sigma=0.99).go(step_time=2.0)  # sigma = ln 10 / 2.326
+    counts = run.book.counts()
+    share = counts["dropped_stale"] / (counts["dropped_stale"] + counts["trained"])
+    return share, run.takes[-1].metrics["staleness/dropped_length_ratio"], run.clock
+
+
+def test_oldest_drops_few_of_a_long_tail_at_the_speed_of_completion_order():
+    share, _, clock = long_tail("oldest")
+    other, ratio, other_clock = long_tail("finish")
+    assert share <= 0.03
+    assert other > 3 * share and ratio > 3
+    assert clock <= 1.02 * other_clock
+
+
+def test_waiting_says_what_for():
+    book = ledger(groups_per_step=2, max_staleness=0)
+    first, _ = book.lease(0, 9)
+    book.put(meta(first))
+    assert "step 0 has 1 finished groups of 2; 1 are in flight (oldest ticket 1)" in book.waiting_for(0)
