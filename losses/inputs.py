@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
+LOG_RATIO_LIMIT = 20.0
+"""Largest |log ratio| that is told apart: e^20 is far outside every band and still finite in float32."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LossInputs:
@@ -55,3 +58,12 @@ class Objective(Protocol):
     """A loss: any picklable callable of this signature. No registration."""
 
     def __call__(self, inputs: LossInputs) -> Terms: ...
+
+
+class ReadsOld:
+    """Base of an objective that reads `old_T`: with several updates a step the trainer makes the extra pass for it."""
+
+
+def log_ratio(logprobs_T: Tensor, reference_T: Tensor) -> Tensor:
+    """log(pi / pi_reference) [T], limited to +-20 with zero gradient beyond."""
+    return (logprobs_T - reference_T).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)

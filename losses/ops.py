@@ -1,0 +1,81 @@
+"""What every objective shares: logprobs without the full logits, and the one reduction of terms to sums."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+from torch.utils.checkpoint import checkpoint
+
+from losses.inputs import LossInputs, Terms
+
+
+class Sums(NamedTuple):
+    """Plain sums over the tokens that count; whoever knows the global count divides."""
+
+    loss: Tensor
+    """Scalar with a gradient."""
+    diagnostics: dict[str, Tensor]
+    """Detached float64 scalars."""
+    count: Tensor
+    """int64 scalar: tokens that count."""
+
+
+def logprobs_and_entropy(
+    hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, temperature_T: Tensor, chunk: int
+) -> tuple[Tensor, Tensor]:
+    """log softmax(hidden @ weight.T / temperature) at the targets, and that distribution's entropy in nats.
+
+    Both [T] in float32 (float64 for float64 inputs). At most `chunk` rows of logits exist at a time, forward and
+    backward: with more than one chunk each is recomputed in backward.
+    """
+    parts = zip(hidden_TD.split(chunk), targets_T.split(chunk), temperature_T.split(chunk), strict=True)
+    if len(hidden_TD) <= chunk:
+        return _logprobs_and_entropy(weight_VD, hidden_TD, targets_T, temperature_T)
+    chunks = [checkpoint(_logprobs_and_entropy, weight_VD, *part, use_reentrant=False) for part in parts]
+    return torch.cat([logprobs for logprobs, _ in chunks]), torch.cat([entropy for _, entropy in chunks])
+
+
+def _logprobs_and_entropy(
+    weight_VD: Tensor, hidden_TD: Tensor, targets_T: Tensor, temperature_T: Tensor
+) -> tuple[Tensor, Tensor]:
+    logits_TV = linear(hidden_TD, weight_VD)
+    precise = torch.promote_types(logits_TV.dtype, torch.float32)
+    log_TV = (logits_TV.to(precise) / temperature_T.to(precise)[:, None]).log_softmax(-1)
+    return log_TV.gather(-1, targets_T[:, None])[:, 0], -(log_TV.exp() * log_TV).sum(-1)
+
+
+def neutral(inputs: LossInputs) -> LossInputs:
+    """The same inputs with tokens that do not count made harmless, so that no 0 * inf or 0 * nan can arise.
+
+    Masked tokens and those whose behaviour logprob is not finite leave the mask and look on-policy with advantage 0.
+    """
+    counts_T = inputs.mask_T & inputs.behaviour_T.isfinite()
+    here_T = inputs.logprobs_T.detach()
+    return replace(
+        inputs,
+        mask_T=counts_T,
+        behaviour_T=inputs.behaviour_T.where(counts_T, here_T),
+        advantages_T=inputs.advantages_T.where(counts_T, 0.0),
+        old_T=None if inputs.old_T is None else inputs.old_T.where(counts_T, here_T),
+    )
+
+
+def reduce_terms(terms: Terms, inputs: LossInputs) -> Sums:
+    """Sum the loss and each diagnostic over the tokens that count; `inputs` are those the objective got, `neutral`.
+
+    Tokens outside the mask have exactly zero gradient and enter no sum.
+    """
+    mask_T = inputs.mask_T
+
+    def total(values_T: Tensor) -> Tensor:
+        return values_T.where(mask_T, 0.0).sum()
+
+    return Sums(
+        loss=total(terms.loss_T),
+        diagnostics={name: total(values_T.detach().double()) for name, values_T in terms.diagnostics_T.items()},
+        count=mask_T.sum(),
+    )
