@@ -1,0 +1,1 @@
+"""Tasks: rows to prompt with and a reward for what comes back. Torch-free."""
