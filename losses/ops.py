@@ -20,7 +20,7 @@ class Sums(NamedTuple):
     """Scalar with a gradient."""
     diagnostics: dict[str, Tensor]
     """Detached float64 scalars."""
-    count: Tensor
+    tokens: Tensor
     """int64 scalar: tokens that count."""
 
 
@@ -77,5 +77,5 @@ def reduce_terms(terms: Terms, inputs: LossInputs) -> Sums:
     return Sums(
         loss=total(terms.loss_T),
         diagnostics={name: total(values_T.detach().double()) for name, values_T in terms.diagnostics_T.items()},
-        count=mask_T.sum(),
+        tokens=mask_T.sum(),
     )
