@@ -44,7 +44,7 @@ class RunFolder:
             OSError: ENOSPC, no place has the room; the message has the numbers.
             PermissionError: another user made our folder's parent.
         """
-        places = places or ("/dev/shm", tempfile.gettempdir())
+        places = tuple(p for p in places or ("/dev/shm", tempfile.gettempdir()) if os.path.isdir(p))
         for place in places:
             sweep(place)
         for place in places:
@@ -88,11 +88,8 @@ def sweep(place: str) -> list[str]:
 
 
 def free_bytes(place: str) -> int:
-    """Bytes that `place` can still take; 0 if there is no such directory."""
-    try:
-        room = os.statvfs(place)
-    except FileNotFoundError:
-        return 0
+    """Bytes that the mount of `place` can still take."""
+    room = os.statvfs(place)
     return room.f_bavail * room.f_frsize
 
 
