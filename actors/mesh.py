@@ -1,0 +1,99 @@
+"""The controller's hold on its processes: spawn them by role, hear of a death, stop them all."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from functools import partial
+from typing import Any
+
+import monarch.actor
+from monarch.actor import this_host
+
+from actors.placement import Spot
+
+log = logging.getLogger(__name__)
+
+STOP_SECONDS = 20.0
+"""Longest wait for one mesh to stop; eight processes need about eight seconds."""
+
+
+def _bootstrap(environment: dict[str, str]) -> None:
+    """Runs in each process before its actors, so before torch is imported."""
+    os.environ.update(environment)
+
+
+class Meshes:
+    """All process meshes of a run, as an async context: leaving it stops them, newest first.
+
+    Monarch calls one module-level hook for a death that no actor handles; the default one does not wake an idle
+    controller. While this context is open the hook ends `watch` with the cause.
+    """
+
+    async def __aenter__(self) -> Meshes:
+        self._meshes: dict[str, Any] = {}
+        self._stopping = False
+        self._fault: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._hook = monarch.actor.unhandled_fault_hook
+        monarch.actor.unhandled_fault_hook = partial(self._died, asyncio.get_running_loop())
+        return self
+
+    def _died(self, loop: asyncio.AbstractEventLoop, failure: Any) -> None:
+        # Called on Monarch's thread, once per actor of the dead process.
+        loop.call_soon_threadsafe(self._record, str(failure))
+
+    def _record(self, failure: str) -> None:
+        if not self._stopping and not self._fault.done():
+            self._fault.set_result(failure)
+
+    async def watch(self) -> None:
+        """Wait for ever; raises RuntimeError when a process of the run dies."""
+        failure = await asyncio.shield(self._fault)
+        raise RuntimeError(f"a process of the run died: {failure}")
+
+    def spawn(self, spot: Spot) -> Any:
+        """Start a mesh with dimension `ranks` and its own thread count and devices; returns at once.
+
+        Raises:
+            ValueError: the spot is on another host than this one.
+        """
+        if spot.hosts != (0,):
+            raise ValueError(f"{spot.name} is placed on hosts {spot.hosts}: this launcher starts one host")
+        environment = {"OMP_NUM_THREADS": str(spot.threads), "MKL_NUM_THREADS": str(spot.threads)}
+        if spot.gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in spot.gpus)
+        mesh = this_host().spawn_procs(
+            per_host={"ranks": spot.ranks_per_host}, name=spot.name, bootstrap=partial(_bootstrap, environment)
+        )
+        self._meshes[spot.name] = mesh
+        return mesh
+
+    async def __aexit__(self, *_: object) -> None:
+        self._stopping = True
+        await asyncio.gather(*(self._stop(name, mesh) for name, mesh in reversed(self._meshes.items())))
+        monarch.actor.unhandled_fault_hook = self._hook
+
+    async def _stop(self, name: str, mesh: Any) -> None:
+        try:
+            await asyncio.wait_for(mesh.stop(), STOP_SECONDS)
+        except TimeoutError:
+            log.warning("the processes of %s did not stop within %.0f s", name, STOP_SECONDS)
+        except RuntimeError as error:
+            # A mesh that lost a process cannot stop cleanly; what is left of it ends with this process.
+            log.debug("stopping %s: %s", name, error)
+
+
+@contextlib.asynccontextmanager
+async def background(*work: Any) -> Any:
+    """Run awaitables beside the body; their first error ends it, and leaving cancels what still runs."""
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(_await(item)) for item in work]
+        yield tasks
+        for task in running:
+            task.cancel()
+
+
+async def _await(item: Any) -> None:
+    await item

@@ -1,0 +1,273 @@
+"""Rollout workers: lease a ticket, play its episodes against the generators, hand the group to the buffer."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from monarch.actor import Actor, concurrent_endpoint
+
+from actors import payload
+from actors.environment import Environment, Prompt, Task
+from actors.router import Router
+from actors.tokenizer import Tokenizer
+from actors.types import (
+    Completion,
+    Group,
+    GroupMeta,
+    Lease,
+    Probe,
+    Request,
+    RequestId,
+    Rollout,
+    Sampling,
+    Turn,
+    derive_seed,
+)
+
+log = logging.getLogger(__name__)
+
+PROBE_TICKET = -1
+"""Ticket of requests that belong to no group; engines keep room for them."""
+
+
+class Stream:
+    """A rollout under construction. Generated tokens are appended as they came and never tokenised again."""
+
+    def __init__(self, prompt: np.ndarray, sampling: Sampling) -> None:
+        self._sampling = sampling
+        self._tokens, self._mask = [prompt], [np.zeros(len(prompt), bool)]
+        self._logprobs, self._versions = [np.zeros(len(prompt), np.float32)], [np.full(len(prompt), -1, np.int32)]
+        self._turns = [Turn(start=0, end=len(prompt), kind="prompt")]
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """int32 [n], everything so far: the prompt of the next request."""
+        return np.concatenate(self._tokens)
+
+    def act(self, completion: Completion, reward: float) -> None:
+        """Append what the policy generated and what the environment gave for it."""
+        self._append(
+            completion.tokens,
+            np.ones(len(completion.tokens), bool),
+            completion.logprobs,
+            completion.versions,
+            kind="action",
+            finish=completion.finish,
+            reward=reward,
+        )
+
+    def observe(self, tokens: np.ndarray) -> None:
+        """Append what the environment said."""
+        n = len(tokens)
+        self._append(tokens, np.zeros(n, bool), np.zeros(n, np.float32), np.full(n, -1, np.int32), kind="observation")
+
+    def _append(
+        self, tokens: np.ndarray, mask: np.ndarray, logprobs: np.ndarray, versions: np.ndarray, **turn: Any
+    ) -> None:
+        start = self._turns[-1].end
+        self._turns.append(Turn(start=start, end=start + len(tokens), **turn))
+        self._tokens.append(tokens)
+        self._mask.append(mask)
+        self._logprobs.append(logprobs)
+        self._versions.append(versions)
+
+    def finish(self) -> Rollout:
+        """The finished rollout."""
+        return Rollout(
+            tokens=np.concatenate(self._tokens),
+            mask=np.concatenate(self._mask),
+            logprobs=np.concatenate(self._logprobs),
+            versions=np.concatenate(self._versions),
+            turns=tuple(self._turns),
+            reward=sum(t.reward for t in self._turns),
+            sampling=self._sampling,
+        )
+
+
+def meta_of(group: Group, handle: payload.PayloadHandle) -> GroupMeta:
+    """What the buffer needs to know of a group."""
+    rollouts = group.rollouts
+    return GroupMeta(
+        ticket=group.ticket,
+        attempt=group.attempt,
+        row=group.row,
+        rewards=np.array([r.reward for r in rollouts], np.float32),
+        lengths=np.array([len(r.tokens) for r in rollouts], np.int32),
+        actions=np.array([r.mask.sum() for r in rollouts], np.int32),
+        oldest=np.array([r.oldest for r in rollouts], np.int32),
+        newest=np.array([r.newest for r in rollouts], np.int32),
+        truncated=np.array([r.truncated for r in rollouts], bool),
+        handle=handle,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Play:
+    """What every worker plays: the same for all of them."""
+
+    task: Task
+    model: str
+    """Folder with the tokenizer."""
+    sampling: Sampling
+    group_size: int
+    seed: int
+    folder: str
+    """Where payloads go."""
+    fixed_routes: bool = False
+    """One schedule only: see `Router`."""
+    timeout: float
+    """Seconds before a group is given up and issued again."""
+    most: int
+    """Leases that one worker takes at once, so that the others get some."""
+
+
+class EpisodeError(Exception):
+    """An environment or its reward raised: this costs the group an attempt, not the run its life."""
+
+
+@contextmanager
+def _episode_errors(where: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise EpisodeError(f"environment {where}: {error!r}") from error
+
+
+class RolloutWorker(Actor):
+    """Plays leased groups until the buffer says that the run needs no more."""
+
+    def __init__(self, index: int, play: Play, buffer: Any, replicas: list[Any]) -> None:
+        """`buffer` and `replicas` are the actors to call: one `ReplayBuffer` and the rank 0 of each `Generator`."""
+        self._index, self._play, self._buffer, self._replicas = index, play, buffer, replicas
+        self._tokenizer = Tokenizer.load(play.model)
+        self._router = Router(len(replicas), fixed=play.fixed_routes, seed=index)
+        self._groups: dict[tuple[int, int], asyncio.Task[None]] = {}
+        self._explained = False
+
+    @concurrent_endpoint
+    async def run(self) -> None:
+        """Lease and play until the end. Raises what a generator or the buffer raised; an environment's own error
+        costs its group one attempt."""
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                reply = await self._buffer.lease.call_one(self._index, self._play.most)
+                for key in reply.cancelled:
+                    if key in self._groups:
+                        self._groups[key].cancel()
+                if reply.done:
+                    for task in self._groups.values():
+                        task.cancel()
+                    return
+                for lease in reply.leases:
+                    key = (lease.ticket, lease.attempt)
+                    self._groups[key] = task = tasks.create_task(self._lead(lease))
+                    task.add_done_callback(lambda _, key=key: self._groups.pop(key))
+
+    @concurrent_endpoint
+    async def probe(self, version: int, replica: int, members: int) -> Probe | None:
+        """Sample `members` rollouts on one replica, to compare its logprobs with the trainer's at `version`; None if
+        a weight swap came between."""
+        lease = Lease(ticket=PROBE_TICKET, attempt=version, row=version, version=version)
+        group = await self._play_group(lease, replica, members)
+        if any(r.oldest != version or r.newest != version for r in group.rollouts):
+            return None
+        return Probe(version=version, handle=payload.write(group, self._play.folder))
+
+    async def _lead(self, lease: Lease) -> None:
+        """One group from lease to buffer."""
+        replica = self._router.pick(lease.ticket, (lease.ticket, lease.attempt))
+        try:
+            async with asyncio.timeout(self._play.timeout):
+                group = await self._play_group(lease, replica, self._play.group_size)
+            handle = payload.write(group, self._play.folder)
+        except asyncio.CancelledError:
+            await self._replicas[replica].abort.call_one(lease.ticket, lease.attempt)
+            raise
+        except (EpisodeError, TimeoutError) as error:
+            if not self._explained:
+                self._explained = True
+                log.warning("an episode failed for the first time:\n%s", traceback.format_exc())
+            log.warning("ticket %d (row %d) attempt %d failed: %r", lease.ticket, lease.row, lease.attempt, error)
+            await self._replicas[replica].abort.call_one(lease.ticket, lease.attempt)
+            await self._buffer.failed.call_one(lease.ticket, lease.attempt)
+        else:
+            await self._buffer.put.call_one(meta_of(group, handle))
+        finally:
+            self._router.forget((lease.ticket, lease.attempt))
+
+    async def _play_group(self, lease: Lease, replica: int, members: int) -> Group:
+        """All members of a group: the first actions in one call, then each episode at its own pace."""
+        row = self._play.task.row(lease.row)
+        environments = [self._play.task.environment() for _ in range(members)]
+        try:
+            with _episode_errors("reset"):
+                prompts = [self._encode(await environment.reset(row)) for environment in environments]
+            streams = [Stream(prompt, self._play.sampling) for prompt in prompts]
+            first = [self._request(lease, member, 0, stream) for member, stream in enumerate(streams)]
+            completions = await self._generate(replica, first)
+            async with asyncio.TaskGroup() as tasks:
+                for member in range(members):
+                    tasks.create_task(
+                        self._episode(
+                            lease, replica, member, environments[member], streams[member], completions[member]
+                        )
+                    )
+        except BaseExceptionGroup as errors:
+            # The first error ended the group; the others are its consequence.
+            raise errors.exceptions[0] from None
+        finally:
+            for environment in environments:
+                await environment.close()
+        rollouts = tuple(stream.finish() for stream in streams)
+        return Group(ticket=lease.ticket, attempt=lease.attempt, row=lease.row, rollouts=rollouts)
+
+    async def _episode(
+        self,
+        lease: Lease,
+        replica: int,
+        member: int,
+        environment: Environment,
+        stream: Stream,
+        completion: Completion,
+    ) -> None:
+        """One episode from its first action to its end."""
+        for turn in itertools.count(1):
+            with _episode_errors("step"):
+                outcome = await environment.step(self._tokenizer.decode(completion.tokens), completion.finish)
+            stream.act(completion, outcome.reward)
+            if outcome.observation is None:
+                return
+            stream.observe(self._tokenizer.encode(outcome.observation))
+            (completion,) = await self._generate(replica, [self._request(lease, member, turn, stream)])
+
+    def _request(self, lease: Lease, member: int, turn: int, stream: Stream) -> Request:
+        seed = derive_seed(self._play.seed, lease.ticket, member, turn)
+        if lease.ticket == PROBE_TICKET:
+            # Probes of different versions draw differently.
+            seed = derive_seed(seed, lease.version, member, turn)
+        return Request(
+            id=RequestId(lease.ticket, lease.attempt, member, turn),
+            prompt=stream.tokens,
+            sampling=self._play.sampling,
+            seed=seed,
+            min_version=lease.version,
+        )
+
+    async def _generate(self, replica: int, requests: list[Request]) -> list[Completion]:
+        self._router.sent(replica, len(requests))
+        reply = await self._replicas[replica].generate.call_one(requests)
+        self._router.heard(replica, reply.load)
+        return reply.completions
+
+    def _encode(self, prompt: Prompt) -> np.ndarray:
+        if isinstance(prompt, str):
+            return self._tokenizer.encode(prompt, specials=True)
+        return self._tokenizer.chat(prompt)
