@@ -1,0 +1,426 @@
+"""A Hugging Face model in plain torch with continuous batching over the slots of one KV cache.
+
+Each step runs one decode forward for all running requests and a prefill for those that join, then draws one token for
+each. Running requests fill the first slots without a gap, ordered by length class, so that no class attends further
+than its longest. A deterministic engine instead gives each request a fixed slot and always runs all slots.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import pairwise
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from actors import pretrained
+from actors.config import NativeEngine
+from actors.engines.sampling import draw, uniforms
+from actors.tokenizer import Tokenizer
+from actors.types import Completion, Finish, Request, RequestId
+from actors.weights import Box
+
+_ATTENTION = "slots"
+_PREFILL_TOKENS = 8192
+"""Most prompt tokens of one prefill forward, unless a single prompt is longer."""
+_SHORTEST_CLASS = 32
+"""Length classes end at this many tokens and its doublings: below, one class costs less than two."""
+
+
+class Native:
+    """`actors.engines.base.Engine` on one device; a token's draw depends on its request's seed and logits alone."""
+
+    def __init__(
+        self, config: NativeEngine, folder: str, *, device: str = "cpu", replicas: int = 1, group_size: int = 1
+    ) -> None:
+        """Load the model and allocate the cache.
+
+        Args:
+            folder: Hugging Face folder with model and tokenizer; its weights count as version 0.
+            replicas: with `config.deterministic`, how many replicas share the tickets.
+            group_size: with `config.deterministic`, members of a ticket; as many slots are added for negative tickets.
+
+        Raises:
+            FileNotFoundError, ValueError: the folder cannot be used.
+            NotImplementedError: the model's attention needs more than this engine has.
+        """
+        self.version = 0
+        self.config = config
+        self.tokenizer = Tokenizer.load(folder)
+        pretrained.register_attention(_ATTENTION, _attention)
+        self.model = pretrained.load_model(folder, config.dtype, attention=_ATTENTION).to(device)
+        self.replicas, self.group_size = replicas, group_size
+        self.width = config.slots + (group_size if config.deterministic else 0)
+        self.queue: deque[Request] = deque()
+        self.requests = np.full(self.width, None, dtype=object)
+        self.rows = np.zeros(self.width, _row_type(config.max_length))
+        self.span = self.width if config.deterministic else 0
+        """Rows that a decode forward computes: all, or those that run."""
+        self.segments = [(0, self.width, config.max_length)] if config.deterministic else []
+        """Spans of rows of one length class with the length that they attend over."""
+        probe = _Probe()
+        logits = self._forward(np.zeros((1, 1), np.int64), np.zeros((1, 1), np.int64), probe)
+        self.kv = torch.zeros(
+            (probe.layers, 2, self.width, probe.kv_heads, config.max_length, probe.head_dim),
+            dtype=logits.dtype,
+            device=device,
+        )
+        self.ends = np.zeros(logits.shape[-1], bool)
+        self.ends[list(self.tokenizer.eos_ids)] = True
+        self.classes = np.ceil(np.log2(np.maximum(np.arange(config.max_length + 2), _SHORTEST_CLASS))).astype(np.int8)
+
+    @property
+    def unfinished(self) -> int:
+        """Requests added and not yet returned."""
+        return len(self.queue) + int(self.rows["running"].sum())
+
+    def add(self, request: Request) -> None:
+        """Queue a request, first come first served; a deterministic engine lets it wait for its own slot.
+
+        Raises:
+            ValueError: empty prompt, no token to make, prompt + max_tokens beyond `max_length`, or weights older than
+                `min_version`.
+        """
+        name, sampling, length = f"request {tuple(request.id)}", request.sampling, len(request.prompt)
+        if length == 0:
+            raise ValueError(f"{name} has an empty prompt: give at least one token")
+        if sampling.max_tokens < 1:
+            raise ValueError(f"{name} has max_tokens {sampling.max_tokens}: ask for at least 1")
+        if length + sampling.max_tokens > self.config.max_length:
+            raise ValueError(
+                f"{name}: prompt of {length} + max_tokens {sampling.max_tokens} tokens exceeds the slot length "
+                f"{self.config.max_length}: raise --generator.engine.max-length or ask for fewer"
+            )
+        if request.min_version > self.version:
+            raise ValueError(
+                f"{name} wants version {request.min_version}, the engine holds {self.version}: load it first"
+            )
+        self.queue.append(request)
+
+    @torch.inference_mode()
+    def step(self) -> list[tuple[RequestId, Completion]]:
+        """Decode, admit and prefill, draw one token per running request; return the requests that it finished.
+
+        Raises:
+            FloatingPointError: the model gave logits that are not finite.
+        """
+        old = self._decode() if self.rows["running"].any() else None
+        joined = self._admit()
+        if old is None and not joined:
+            return []
+        logits = self._prefill(joined, old) if joined else old
+        return self._leave(self._draw(logits))
+
+    def abort(self, ids: Iterable[RequestId]) -> list[tuple[RequestId, Completion]]:
+        """Stop these requests and return what they have so far, finish `abort`. Unknown ids are ignored."""
+        unwanted = set(ids)
+        waiting = [r for r in self.queue if r.id in unwanted]
+        self.queue = deque(r for r in self.queue if r.id not in unwanted)
+        nothing = np.zeros(0, np.int32)
+        empty = Completion(tokens=nothing, logprobs=np.zeros(0, np.float32), versions=nothing, finish="abort")
+        finishes: dict[int, Finish] = {
+            row: "abort" for row in np.flatnonzero(self.rows["running"]) if self.requests[row].id in unwanted
+        }
+        return [(r.id, empty) for r in waiting] + self._leave(finishes)
+
+    def wanted(self) -> dict[str, Box]:
+        """All of every parameter; one that is tied to another goes under the first name only."""
+        return {name: Box((0,) * p.ndim, tuple(p.shape)) for name, p in self.model.named_parameters()}
+
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        """Copy new weights in place and stamp later tokens with `version`; running requests keep their KV.
+
+        Raises:
+            ValueError: a tensor is missing or has another shape; nothing was copied then.
+        """
+        parameters = dict(self.model.named_parameters())
+        for name, parameter in parameters.items():
+            if name not in tensors:
+                raise ValueError(f"version {version} lacks {name}: no weight was changed")
+            if tensors[name].shape != parameter.shape:
+                raise ValueError(
+                    f"version {version} has {name} of shape {tuple(tensors[name].shape)}, the model "
+                    f"{tuple(parameter.shape)}: no weight was changed"
+                )
+        for name, parameter in parameters.items():
+            parameter.copy_(tensors[name])
+        self.version = version
+
+    def reset_cache(self) -> None:
+        """Nothing to forget: a prompt's KV is shared only by requests that join in the same step."""
+
+    def close(self) -> None:
+        """Free model and cache; the engine cannot be used afterwards."""
+        del self.model, self.kv
+
+    @torch.inference_mode()
+    def _forward(self, ids: np.ndarray, positions: np.ndarray, slots: _Slots) -> Tensor:
+        """Logits [batch, vocabulary] after the last of `ids`, int64 [batch, length]."""
+        device = self.model.device
+        return self.model(
+            input_ids=torch.from_numpy(ids).to(device),
+            position_ids=torch.from_numpy(positions).to(device),
+            slots=slots,
+            use_cache=False,
+            logits_to_keep=1,
+        ).logits[:, -1]
+
+    def _decode(self) -> Tensor:
+        """Feed every running request its last token. Idle slots of a deterministic engine write at 0, to no effect."""
+        rows = self.rows[: self.span]
+        positions = rows["length"][:, None].copy()
+        logits = self._forward(rows["token"][:, None].copy(), positions, _Decode.at(self.kv, self.segments, positions))
+        rows["length"] += rows["running"]
+        return logits
+
+    def _admit(self) -> list[int]:
+        """Give queued requests their rows: the next free one, or with fixed slots those whose own is free."""
+        joined = []
+        waiting: deque[Request] = deque()
+        while self.queue and (self.config.deterministic or self.span < self.width):
+            request = self.queue.popleft()
+            row = self._fixed_slot(request.id) if self.config.deterministic else self.span
+            if self.rows["running"][row]:
+                waiting.append(request)
+                continue
+            sampling = request.sampling
+            self.requests[row] = request
+            for field, value in (
+                ("running", True),
+                ("length", len(request.prompt)),
+                ("made", 0),
+                ("budget", sampling.max_tokens),
+                ("seed", request.seed % 2**64),
+                ("temperature", sampling.temperature),
+                ("top_p", sampling.top_p),
+                ("top_k", sampling.top_k),
+                ("stops", bool(sampling.stop)),
+            ):
+                self.rows[field][row] = value
+            joined.append(row)
+            self.span = max(self.span, row + 1)
+        self.queue.extendleft(reversed(waiting))
+        return joined
+
+    def _fixed_slot(self, request: RequestId) -> int:
+        if request.ticket < 0:
+            return self.config.slots + request.member % self.group_size
+        return (request.ticket // self.replicas * self.group_size + request.member) % self.config.slots
+
+    def _prefill(self, joined: list[int], old: Tensor | None) -> Tensor:
+        """Logits [span, vocabulary]: `old` of rows that decoded, those after the prompt of rows that joined."""
+        logits = torch.zeros((self.span, len(self.ends)), dtype=self.kv.dtype, device=self.kv.device)
+        if old is not None:
+            logits[: len(old)] = old
+        for prompts, rows, sources in self._prompts(joined):
+            positions = np.broadcast_to(np.arange(prompts.shape[1]), prompts.shape).copy()
+            where, which = torch.from_numpy(rows).to(logits.device), torch.from_numpy(sources).to(logits.device)
+            logits[where] = self._forward(prompts, positions, _Prefill(self.kv, where, which))[which]
+        return logits
+
+    def _prompts(self, joined: list[int]) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Batches of distinct prompts of one length, int64 [batch, length], with the rows that want them and, for each
+        row, which prompt it wants. With fixed slots a batch is one prompt: its bits depend on nothing else."""
+        sharing: dict[bytes, list[int]] = {}
+        for row in joined:
+            sharing.setdefault(self.requests[row].prompt.tobytes(), []).append(row)
+        by_length: dict[int, list[list[int]]] = {}
+        for rows in sharing.values():
+            by_length.setdefault(int(self.rows["length"][rows[0]]), []).append(rows)
+        for length, members in by_length.items():
+            batch = 1 if self.config.deterministic else max(1, _PREFILL_TOKENS // length)
+            for start in range(0, len(members), batch):
+                part = members[start : start + batch]
+                prompts = np.stack([self.requests[rows[0]].prompt for rows in part]).astype(np.int64)
+                yield prompts, np.concatenate(part), np.repeat(np.arange(len(part)), [len(rows) for rows in part])
+
+    def _draw(self, logits: Tensor) -> dict[int, Finish]:
+        """Append a token to every running request; the rows that end with it."""
+        rows = self.rows[: self.span]
+        running, made = rows["running"], rows["made"]
+        uniform = uniforms(rows["seed"], made)
+        drawn = draw(logits, uniform, rows["temperature"], rows["top_p"], rows["top_k"])
+        tokens, logprobs = (column.cpu().numpy() for column in drawn)
+        if not np.isfinite(logprobs[running]).all():
+            bad = self.requests[np.flatnonzero(running & ~np.isfinite(logprobs))[0]].id
+            raise FloatingPointError(f"logits of request {tuple(bad)} at version {self.version} are not finite")
+        where = np.flatnonzero(running)
+        at = made[where]
+        rows["tokens"][where, at] = rows["token"][where] = tokens[where]
+        rows["logprobs"][where, at] = logprobs[where]
+        rows["versions"][where, at] = self.version
+        made += running
+        stopped = running & self.ends[tokens]
+        for row in np.flatnonzero(running & rows["stops"] & ~stopped):
+            stopped[row] = self._hits_stop(row)
+        full = running & ~stopped & (made >= rows["budget"])
+        ended: dict[int, Finish] = dict.fromkeys(np.flatnonzero(stopped).tolist(), "stop")
+        return ended | dict.fromkeys(np.flatnonzero(full).tolist(), "length")
+
+    def _hits_stop(self, row: int) -> bool:
+        """Whether the last token completed a stop string. A token is taken to hold at least a byte of text, but for a
+        few special ones, so the string lies in as many tokens as it has bytes and a few."""
+        stop, made = self.requests[row].sampling.stop, self.rows["made"][row]
+        reach = max(len(s.encode()) for s in stop) + 8
+        text = self.tokenizer.decode(self.rows["tokens"][row, max(0, made - reach) : made])
+        return any(s in text for s in stop)
+
+    def _leave(self, finishes: Mapping[int, Finish]) -> list[tuple[RequestId, Completion]]:
+        """Take these rows out and close the gaps."""
+        returned = []
+        for row, finish in finishes.items():
+            state, made = self.rows[row], self.rows["made"][row]
+            columns = {name: state[name][:made].copy() for name in ("tokens", "logprobs", "versions")}
+            returned.append((self.requests[row].id, Completion(**columns, finish=finish)))
+            self.requests[row] = None
+            for field in ("running", "length", "token", "stops"):
+                state[field] = 0
+        if not self.config.deterministic:
+            self._pack()
+        return returned
+
+    @torch.inference_mode()
+    def _pack(self) -> None:
+        """Bring the running rows to the front, longest class first, with as few moves as that takes."""
+        rows = self.rows[: self.span]
+        classes = np.where(rows["running"], self.classes[rows["length"] + 1], 0)
+        count = int(rows["running"].sum())
+        order = np.sort(classes)[::-1]
+        target = np.flatnonzero(classes[:count] != order[:count])
+        if target.size:
+            settled = classes == order
+            source = np.flatnonzero(rows["running"] & ~settled)
+            source = source[np.argsort(-classes[source], kind="stable")]
+            used = int(rows["length"][source].max())
+            to, of = (torch.from_numpy(i).to(self.kv.device) for i in (target, source))
+            self.kv[:, :, to, :, :used] = self.kv[:, :, of, :, :used]
+            rows[target] = rows[source]
+            self.requests[target] = self.requests[source]
+        rows["running"][count:] = False
+        self.requests[count : self.span] = None
+        self.span = count
+        starts = np.flatnonzero(np.diff(order[:count], prepend=-1)).tolist()
+        self.segments = [(s, e, int(rows["length"][s:e].max()) + 1) for s, e in pairwise([*starts, count])]
+
+
+def _row_type(max_length: int) -> np.dtype:
+    """State of one running request. `length` tokens are in the cache; `token` is the last one drawn, not yet in it."""
+    column = (max_length,)
+    return np.dtype(
+        [
+            ("length", np.int64),
+            ("token", np.int64),
+            ("seed", np.uint64),
+            ("made", np.int64),
+            ("budget", np.int64),
+            ("top_k", np.int64),
+            ("temperature", np.float64),
+            ("top_p", np.float64),
+            ("running", np.bool_),
+            ("stops", np.bool_),
+            ("tokens", np.int32, column),
+            ("logprobs", np.float32, column),
+            ("versions", np.int32, column),
+        ],
+        align=True,
+    )
+
+
+class _Slots(Protocol):
+    """What the model's attention layers see of the cache during one forward."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        """Store key and value [batch, kv_heads, length, head_dim]; attend with query [batch, heads, length, head_dim].
+
+        Returns [batch, length, heads * head_dim].
+        """
+        ...
+
+
+class _Probe:
+    """Learns the cache's shape from a forward."""
+
+    def __init__(self) -> None:
+        self.layers = self.kv_heads = self.head_dim = 0
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        self.layers, self.kv_heads, self.head_dim = layer + 1, key.shape[1], key.shape[3]
+        return query.transpose(1, 2).flatten(2)
+
+
+class _Prefill(NamedTuple):
+    """Whole prompts into empty slots: row `rows[i]` gets the prompt `sources[i]` of the batch."""
+
+    kv: Tensor
+    rows: Tensor
+    sources: Tensor
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        length = key.shape[2]
+        self.kv[layer, 0][self.rows, :, :length] = key[self.sources]
+        self.kv[layer, 1][self.rows, :, :length] = value[self.sources]
+        out = nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+        )
+        return out.transpose(1, 2).flatten(2)
+
+
+class _Decode(NamedTuple):
+    """One token for each of the first rows."""
+
+    kv: Tensor
+    where: Tensor
+    """int64 [rows * kv_heads]: each token's place in a layer's cache seen as [-1, head_dim]."""
+    spans: list[tuple[int, int, int, Tensor]]
+    """Start and end in rows * kv_heads, length, and what is added to the scores: 0 up to the token, -inf beyond."""
+
+    @classmethod
+    def at(cls, kv: Tensor, segments: list[tuple[int, int, int]], positions: np.ndarray) -> _Decode:
+        kv_heads, longest = kv.shape[3:5]
+        heads = np.arange(len(positions) * kv_heads)
+        last = np.repeat(positions[:, 0], kv_heads)
+        spans = []
+        for start, end, length in segments:
+            start, end = start * kv_heads, end * kv_heads
+            beyond = np.where(np.arange(length) > last[start:end, None], np.float32("-inf"), np.float32(0))
+            spans.append((start, end, length, torch.from_numpy(beyond[:, None]).to(kv.device, kv.dtype)))
+        return cls(kv, torch.from_numpy(heads * longest + last).to(kv.device), spans)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        batch, kv_heads, _, head_dim = key.shape
+        keys, values = self.kv[layer, 0].flatten(0, 1), self.kv[layer, 1].flatten(0, 1)
+        for cache, new in ((keys, key), (values, value)):
+            cache.view(-1, head_dim).index_copy_(0, self.where, new.reshape(-1, head_dim))
+        # Heads that share a key are the rows of one small product: plain matrix products beat the fused kernel on CPU.
+        query = query.reshape(batch * kv_heads, -1, head_dim)
+        parts = []
+        for start, end, length, beyond in self.spans:
+            scores = torch.baddbmm(beyond, query[start:end], keys[start:end, :length].transpose(1, 2), alpha=scaling)
+            weights = torch.softmax(scores, -1, dtype=torch.float32).to(scores.dtype)
+            parts.append(torch.bmm(weights, values[start:end, :length]))
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(batch, 1, -1)
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    slots: _Slots,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """The plug-in for `pretrained.register_attention`."""
+    for name, feature in (("sliding_window", sliding_window), ("softcap", softcap), ("s_aux", s_aux)):
+        if feature is not None:
+            raise NotImplementedError(f"the native engine's attention has no {name}, which this model's layers use")
+    return slots.attend(module.layer_idx, query, key, value, scaling), None
