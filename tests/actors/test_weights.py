@@ -154,7 +154,7 @@ def tensors(draw):
 
 
 def sent(mesh, found, dtype="float32"):
-    """The full tensors, every rank's shards under the rules of `box_of` and `first_replica`, the index, the buckets."""
+    """The full tensors, and the index and buckets of ranks that each send what they hold first."""
     full = {name: torch.randn(shape) for name, shape, _, _ in found}
     parts, buckets, sizes = [], {}, {}
     for rank, coordinate in enumerate(ranks_of(mesh)):
@@ -197,14 +197,14 @@ def test_a_plan_fills_any_wanted_box_once(case):
 
 
 def test_a_run_of_a_bucket_is_a_view_and_the_rest_is_joined_in_place():
-    split = [("whole", (4, 3), [Replicate()], None), ("cut", (4, 3), [Split(0)], None)]
+    split = [("whole", (4, 3, 2), [Replicate()], None), ("cut", (4, 3), [Split(0)], None)]
     full, index, buckets = sent((2,), split)
-    wanted = {"whole": Box((1, 0), (2, 3)), "cut": Box((0, 0), (4, 3))}
+    wanted = {"whole": Box((1, 0, 0), (2, 3, 2)), "cut": Box((0, 0), (4, 3))}
     assembly = Assembly(index, wanted)
     assert assembly.ranks == [0, 1]
-    assert assembly.nbytes == (6 + 12) * 4
+    assert assembly.nbytes == (12 + 12) * 4
     first = assembly(buckets)
-    assert first["whole"].data_ptr() == buckets[0].data_ptr() + 3 * 4
+    assert first["whole"].data_ptr() == buckets[0].data_ptr() + 6 * 4
     assert torch.equal(first["whole"], full["whole"][1:3])
     buckets[1] += 1
     second = assembly(buckets)
