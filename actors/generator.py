@@ -157,7 +157,7 @@ class Generator(Actor):
                         raise RuntimeError(
                             f"rank {rank} diverged from rank 0 at tick {tick.index}: restart the replica"
                         )
-                self._settle(result, swap)
+                self._settle(tick, result)
         except Exception as error:
             self._error = error
             raise
