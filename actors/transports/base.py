@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -24,5 +25,21 @@ class Receiver(Protocol):
     """On a generator: fetches one rank's bucket."""
 
     async def get(self, rank: int, version: int, nbytes: int) -> Tensor:
-        """Bytes of `rank`'s bucket at `version`: uint8 [nbytes], valid until the next get of the same slot; read-only."""
+        """`rank`'s bucket at `version`: uint8 [nbytes], read-only, valid until the next get of the same slot."""
+        ...
+
+
+class Transport(Protocol):
+    """One way to move bytes. Picklable: the controller makes it and both ends get a copy."""
+
+    def running(self, ranks: int) -> AbstractAsyncContextManager[None]:
+        """In the controller: whatever must run between `ranks` senders and their readers."""
+        ...
+
+    def sender(self, rank: int) -> Sender:
+        """On the trainer rank of that number."""
+        ...
+
+    def receiver(self) -> Receiver:
+        """On a generator rank."""
         ...
