@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 from torch import Tensor, nn
@@ -34,7 +35,7 @@ def load_model(folder: str, dtype: Dtype, attention: str = "sdpa") -> nn.Module:
         raise FileNotFoundError(f"no weights in {folder!r}: it has no *.safetensors file (other formats are not read)")
     transformers_logging.disable_progress_bar()
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=dtype,
             attn_implementation=attention,
@@ -45,6 +46,7 @@ def load_model(folder: str, dtype: Dtype, attention: str = "sdpa") -> nn.Module:
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ValueError(f"cannot load the model in {folder!r}: {error}") from error
+    model, report = loaded
     if absent := sorted(report["missing_keys"]):
         raise ValueError(
             f"the weights in {folder!r} lack {len(absent)} tensors of its config.json, such as {absent[0]}"

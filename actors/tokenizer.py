@@ -49,7 +49,7 @@ class Tokenizer:
         inner.no_padding()
         inner.no_truncation()
         config = {**_read(path / "special_tokens_map.json"), **_read(path / "tokenizer_config.json")}
-        names = {key: _content(value) for key, value in config.items() if key.endswith("_token") and _content(value)}
+        names = {key: text for key, value in config.items() if key.endswith("_token") and (text := _content(value))}
         source = _template(path, config)
         return cls(
             inner=inner,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from actors import pretrained
 from actors.config import NativeEngine
+from actors.engines.base import check
 from actors.engines.sampling import draw, uniforms
 from actors.tokenizer import Tokenizer
 from actors.types import Completion, Finish, Request, RequestId
@@ -49,6 +50,7 @@ class Native:
         """
         self.version = 0
         self.config = config
+        self.device = torch.device(device)
         self.tokenizer = Tokenizer.load(folder)
         pretrained.register_attention(_ATTENTION, _attention)
         self.model = pretrained.load_model(folder, config.dtype, attention=_ATTENTION).to(device)
@@ -66,7 +68,7 @@ class Native:
         self.kv = torch.zeros(
             (probe.layers, 2, self.width, probe.kv_heads, config.max_length, probe.head_dim),
             dtype=logits.dtype,
-            device=device,
+            device=self.device,
         )
         self.ends = np.zeros(logits.shape[-1], bool)
         self.ends[list(self.tokenizer.eos_ids)] = True
@@ -84,19 +86,12 @@ class Native:
             ValueError: empty prompt, no token to make, prompt + max_tokens beyond `max_length`, or weights older than
                 `min_version`.
         """
-        name, sampling, length = f"request {tuple(request.id)}", request.sampling, len(request.prompt)
-        if length == 0:
-            raise ValueError(f"{name} has an empty prompt: give at least one token")
-        if sampling.max_tokens < 1:
-            raise ValueError(f"{name} has max_tokens {sampling.max_tokens}: ask for at least 1")
-        if length + sampling.max_tokens > self.config.max_length:
+        check(request, self.version)
+        length, new = len(request.prompt), request.sampling.max_tokens
+        if length + new > self.config.max_length:
             raise ValueError(
-                f"{name}: prompt of {length} + max_tokens {sampling.max_tokens} tokens exceeds the slot length "
-                f"{self.config.max_length}: raise --generator.engine.max-length or ask for fewer"
-            )
-        if request.min_version > self.version:
-            raise ValueError(
-                f"{name} wants version {request.min_version}, the engine holds {self.version}: load it first"
+                f"request {tuple(request.id)}: prompt of {length} + max_tokens {new} exceeds the slots' "
+                f"{self.config.max_length} tokens: raise --generator.engine.max-length or ask for fewer"
             )
         self.queue.append(request)
 
@@ -107,9 +102,9 @@ class Native:
         Raises:
             FloatingPointError: the model gave logits that are not finite.
         """
-        old = self._decode() if self.rows["running"].any() else None
+        old = self._decode() if self.rows["running"].any() else self.kv.new_zeros(0, len(self.ends))
         joined = self._admit()
-        if old is None and not joined:
+        if not (len(old) or joined):
             return []
         logits = self._prefill(joined, old) if joined else old
         return self._leave(self._draw(logits))
@@ -160,10 +155,9 @@ class Native:
     @torch.inference_mode()
     def _forward(self, ids: np.ndarray, positions: np.ndarray, slots: _Slots) -> Tensor:
         """Logits [batch, vocabulary] after the last of `ids`, int64 [batch, length]."""
-        device = self.model.device
         return self.model(
-            input_ids=torch.from_numpy(ids).to(device),
-            position_ids=torch.from_numpy(positions).to(device),
+            input_ids=torch.from_numpy(ids).to(self.device),
+            position_ids=torch.from_numpy(positions).to(self.device),
             slots=slots,
             use_cache=False,
             logits_to_keep=1,
@@ -211,14 +205,13 @@ class Native:
             return self.config.slots + request.member % self.group_size
         return (request.ticket // self.replicas * self.group_size + request.member) % self.config.slots
 
-    def _prefill(self, joined: list[int], old: Tensor | None) -> Tensor:
+    def _prefill(self, joined: list[int], old: Tensor) -> Tensor:
         """Logits [span, vocabulary]: `old` of rows that decoded, those after the prompt of rows that joined."""
-        logits = torch.zeros((self.span, len(self.ends)), dtype=self.kv.dtype, device=self.kv.device)
-        if old is not None:
-            logits[: len(old)] = old
+        logits = torch.zeros((self.span, len(self.ends)), dtype=self.kv.dtype, device=self.device)
+        logits[: len(old)] = old
         for prompts, rows, sources in self._prompts(joined):
             positions = np.broadcast_to(np.arange(prompts.shape[1]), prompts.shape).copy()
-            where, which = torch.from_numpy(rows).to(logits.device), torch.from_numpy(sources).to(logits.device)
+            where, which = torch.from_numpy(rows).to(self.device), torch.from_numpy(sources).to(self.device)
             logits[where] = self._forward(prompts, positions, _Prefill(self.kv, where, which))[which]
         return logits
 
@@ -271,14 +264,16 @@ class Native:
 
     def _leave(self, finishes: Mapping[int, Finish]) -> list[tuple[RequestId, Completion]]:
         """Take these rows out and close the gaps."""
+        columns = {name: self.rows[name] for name in ("tokens", "logprobs", "versions")}
+        made = self.rows["made"]
         returned = []
         for row, finish in finishes.items():
-            state, made = self.rows[row], self.rows["made"][row]
-            columns = {name: state[name][:made].copy() for name in ("tokens", "logprobs", "versions")}
-            returned.append((self.requests[row].id, Completion(**columns, finish=finish)))
-            self.requests[row] = None
-            for field in ("running", "length", "token", "stops"):
-                state[field] = 0
+            own = {name: column[row, : made[row]].copy() for name, column in columns.items()}
+            returned.append((self.requests[row].id, Completion(**own, finish=finish)))
+        gone = list(finishes)
+        self.requests[gone] = None
+        for field in ("running", "length", "token", "stops"):
+            self.rows[field][gone] = 0
         if not self.config.deterministic:
             self._pack()
         return returned
@@ -296,7 +291,7 @@ class Native:
             source = np.flatnonzero(rows["running"] & ~settled)
             source = source[np.argsort(-classes[source], kind="stable")]
             used = int(rows["length"][source].max())
-            to, of = (torch.from_numpy(i).to(self.kv.device) for i in (target, source))
+            to, of = (torch.from_numpy(i).to(self.device) for i in (target, source))
             self.kv[:, :, to, :, :used] = self.kv[:, :, of, :, :used]
             rows[target] = rows[source]
             self.requests[target] = self.requests[source]
@@ -406,7 +401,7 @@ class _Decode(NamedTuple):
 
 
 def _attention(
-    module: nn.Module,
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
