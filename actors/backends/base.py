@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class Backend(Protocol):
-    """A model laid out over the trainer's ranks. All methods that communicate are called by every rank in one order."""
+    """A model laid out over the trainer's ranks. Every rank calls the methods that communicate in one order."""
 
-    def parameters(self) -> Iterable[Parameter]:
-        """Trainable parameters (DTensors where sharded), as the optimizer wants them."""
+    def parameters(self) -> dict[str, Parameter]:
+        """Trainable parameters by Hugging Face name (DTensors where sharded), as the optimizer wants them."""
         ...
 
     def forward(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:

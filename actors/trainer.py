@@ -1,0 +1,77 @@
+"""The trainer's actor: one per rank, sync endpoints, so that collectives block this actor's thread only.
+
+Torch is imported at setup, so a controller that only spawns it stays light.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from monarch.actor import Actor, current_rank, endpoint
+
+from actors.config import SyncConfig, TrainerConfig
+from actors.types import Probe, StepReport, Taken
+
+if TYPE_CHECKING:
+    from actors.batching import Advantage
+    from losses.inputs import Objective
+
+
+class Trainer(Actor):
+    """One rank. With several, `RANK`, `WORLD_SIZE` and the master's address must be in the environment.
+
+    Call every endpoint on the whole mesh: ranks meet in collectives.
+    """
+
+    def __init__(self, config: TrainerConfig, sync: SyncConfig, run_dir: str, device: str = "cpu") -> None:
+        self._config, self._sync, self._run_dir, self._device = config, sync, run_dir, device
+        self._rank = current_rank().rank
+
+    @endpoint
+    def setup(
+        self, model: str, objective: Objective, advantage: Advantage, total_steps: int, version: int = 0
+    ) -> None:
+        """Load and shard the model of a local folder as `version`, make the staging slots and stage it."""
+        import torch
+        from torch.distributed.device_mesh import init_device_mesh
+
+        from actors.backends.hf import HfModel
+        from actors.sync import Slots
+        from actors.training import Training
+
+        torch.set_num_threads(self._config.threads)
+        device = torch.device(self._device)
+        mesh = None
+        if self._config.ranks > 1:
+            torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
+            mesh = init_device_mesh(device.type, (self._config.ranks,))
+        backend = HfModel(model, self._config.dtype, device, mesh)
+        self._training = Training(
+            self._config,
+            backend,
+            objective,
+            advantage,
+            Slots.create(self._run_dir, self._rank, backend.shards(), self._sync.dtype),
+            total_steps=total_steps,
+            version=version,
+            rank=self._rank,
+            device=device,
+        )
+
+    @endpoint
+    def step(self, taken: Taken, probe: Probe | None = None) -> StepReport:
+        """Train a batch from version `taken.step` and stage the next version."""
+        return self._training.step(taken, probe)
+
+    @endpoint
+    def save(self, path: str) -> None:
+        """Write a Hugging Face folder of the live weights; rank 0 writes."""
+        self._training.backend.save(path)
+
+    @endpoint
+    def close(self) -> None:
+        """Leave the process group; nothing works after it."""
+        if self._config.ranks > 1:
+            import torch
+
+            torch.distributed.destroy_process_group()
