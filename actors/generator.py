@@ -14,15 +14,7 @@ from monarch.actor import Actor, concurrent_endpoint, current_rank
 
 from actors.config import GeneratorConfig, NativeEngine
 from actors.engines.base import Engine
-from actors.types import Completion, Request, RequestId
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Reply:
-    """Finished requests, in the order asked, and what the replica still has to do."""
-
-    completions: list[Completion]
-    load: int
+from actors.types import Completion, CompletionBatch, Request, RequestBatch, RequestId
 
 
 @dataclass(kw_only=True, slots=True)
@@ -234,7 +226,7 @@ class Generator(Actor):
         return result.digest
 
     @concurrent_endpoint
-    async def generate(self, requests: list[Request]) -> Reply:
+    async def generate(self, batch: RequestBatch) -> CompletionBatch:
         """Complete all requests; they share one answer.
 
         Raises:
@@ -243,12 +235,13 @@ class Generator(Actor):
         """
         if self._error is not None or self._closing:
             raise RuntimeError(f"the engine has stopped: {self._error or 'the replica was closed'}")
+        requests = batch.unpack()
         call = _Call(requests)
         self._calls.update(dict.fromkeys(call.order, call))
         self._queue += requests
         self._wake.set()
         await call.done
-        return Reply(completions=[c for c in call.completions if c is not None], load=len(self._calls))
+        return CompletionBatch.of([c for c in call.completions if c is not None], load=len(self._calls))
 
     @concurrent_endpoint
     async def abort(self, ticket: int, attempt: int) -> None:

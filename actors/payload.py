@@ -24,18 +24,20 @@ def write(group: Group, folder: str) -> PayloadHandle:
         "logprobs": np.concatenate([r.logprobs for r in rollouts]),
         "versions": np.concatenate([r.versions for r in rollouts]),
     }
+    samplings = list(dict.fromkeys(r.sampling for r in rollouts))
     rest = {
         "ticket": group.ticket,
         "attempt": group.attempt,
         "row": group.row,
+        "samplings": [asdict(s) for s in samplings],
         "rollouts": [
-            {
-                "length": len(r.tokens),
-                "turns": [asdict(t) for t in r.turns],
-                "reward": r.reward,
-                "sampling": asdict(r.sampling),
-                "policy": r.policy,
-            }
+            [
+                len(r.tokens),
+                [[t.start, t.end, t.kind, t.finish, t.reward] for t in r.turns],
+                r.reward,
+                samplings.index(r.sampling),
+                r.policy,
+            ]
             for r in rollouts
         ],
     }
@@ -55,17 +57,20 @@ def read(handle: PayloadHandle) -> Group:
     with safe_open(handle.path, framework="np") as file:
         rest = json.loads(file.metadata()["group"])
         columns = {name: file.get_tensor(name) for name in ("tokens", "mask", "logprobs", "versions")}
+    samplings = [Sampling(**{**s, "stop": tuple(s["stop"])}) for s in rest["samplings"]]
     rollouts, start = [], 0
-    for r in rest["rollouts"]:
-        part = {name: column[start : start + r["length"]] for name, column in columns.items()}
-        start += r["length"]
+    for length, turns, reward, sampling, policy in rest["rollouts"]:
+        part = {name: column[start : start + length] for name, column in columns.items()}
+        start += length
         rollouts.append(
             Rollout(
                 **part,
-                turns=tuple(Turn(**t) for t in r["turns"]),
-                reward=r["reward"],
-                sampling=Sampling(**{**r["sampling"], "stop": tuple(r["sampling"]["stop"])}),
-                policy=r["policy"],
+                turns=tuple(
+                    Turn(start=a, end=b, kind=kind, finish=finish, reward=gain) for a, b, kind, finish, gain in turns
+                ),
+                reward=reward,
+                sampling=samplings[sampling],
+                policy=policy,
             )
         )
     return Group(ticket=rest["ticket"], attempt=rest["attempt"], row=rest["row"], rollouts=tuple(rollouts))

@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -20,15 +21,18 @@ from actors.router import Router
 from actors.tokenizer import Tokenizer
 from actors.types import (
     Completion,
+    CompletionBatch,
     Group,
     GroupMeta,
     Lease,
     Probe,
     Request,
+    RequestBatch,
     RequestId,
     Rollout,
     Sampling,
     Turn,
+    TurnKind,
     derive_seed,
 )
 
@@ -43,49 +47,46 @@ class Stream:
 
     def __init__(self, prompt: np.ndarray, sampling: Sampling) -> None:
         self._sampling = sampling
-        self._tokens, self._mask = [prompt], [np.zeros(len(prompt), bool)]
-        self._logprobs, self._versions = [np.zeros(len(prompt), np.float32)], [np.full(len(prompt), -1, np.int32)]
-        self._turns = [Turn(start=0, end=len(prompt), kind="prompt")]
+        self._parts: list[tuple[np.ndarray, ...]] = []
+        self._turns: list[Turn] = []
+        self._read(prompt, "prompt")
 
     @property
     def tokens(self) -> np.ndarray:
         """int32 [n], everything so far: the prompt of the next request."""
-        return np.concatenate(self._tokens)
+        return np.concatenate([tokens for tokens, *_ in self._parts]) if len(self._parts) > 1 else self._parts[0][0]
 
     def act(self, completion: Completion, reward: float) -> None:
         """Append what the policy generated and what the environment gave for it."""
+        c = completion
         self._append(
-            completion.tokens,
-            np.ones(len(completion.tokens), bool),
-            completion.logprobs,
-            completion.versions,
+            (c.tokens, np.ones(len(c.tokens), bool), c.logprobs, c.versions),
             kind="action",
-            finish=completion.finish,
+            finish=c.finish,
             reward=reward,
         )
 
     def observe(self, tokens: np.ndarray) -> None:
         """Append what the environment said."""
-        n = len(tokens)
-        self._append(tokens, np.zeros(n, bool), np.zeros(n, np.float32), np.full(n, -1, np.int32), kind="observation")
+        self._read(tokens, "observation")
 
-    def _append(
-        self, tokens: np.ndarray, mask: np.ndarray, logprobs: np.ndarray, versions: np.ndarray, **turn: Any
-    ) -> None:
-        start = self._turns[-1].end
-        self._turns.append(Turn(start=start, end=start + len(tokens), **turn))
-        self._tokens.append(tokens)
-        self._mask.append(mask)
-        self._logprobs.append(logprobs)
-        self._versions.append(versions)
+    def _read(self, tokens: np.ndarray, kind: TurnKind) -> None:
+        n = len(tokens)
+        self._append((tokens, np.zeros(n, bool), np.zeros(n, np.float32), np.full(n, -1, np.int32)), kind=kind)
+
+    def _append(self, part: tuple[np.ndarray, ...], **turn: Any) -> None:
+        start = self._turns[-1].end if self._turns else 0
+        self._turns.append(Turn(start=start, end=start + len(part[0]), **turn))
+        self._parts.append(part)
 
     def finish(self) -> Rollout:
         """The finished rollout."""
+        tokens, mask, logprobs, versions = (np.concatenate(column) for column in zip(*self._parts, strict=True))
         return Rollout(
-            tokens=np.concatenate(self._tokens),
-            mask=np.concatenate(self._mask),
-            logprobs=np.concatenate(self._logprobs),
-            versions=np.concatenate(self._versions),
+            tokens=tokens,
+            mask=mask,
+            logprobs=logprobs,
+            versions=versions,
             turns=tuple(self._turns),
             reward=sum(t.reward for t in self._turns),
             sampling=self._sampling,
@@ -209,8 +210,8 @@ class RolloutWorker(Actor):
         environments = [self._play.task.environment() for _ in range(members)]
         try:
             with _episode_errors("reset"):
-                prompts = [self._encode(await environment.reset(row)) for environment in environments]
-            streams = [Stream(prompt, self._play.sampling) for prompt in prompts]
+                prompts = [await environment.reset(row) for environment in environments]
+            streams = [Stream(tokens, self._play.sampling) for tokens in self._encode(prompts)]
             first = [self._request(lease, member, 0, stream) for member, stream in enumerate(streams)]
             completions = await self._generate(replica, first)
             async with asyncio.TaskGroup() as tasks:
@@ -263,11 +264,18 @@ class RolloutWorker(Actor):
 
     async def _generate(self, replica: int, requests: list[Request]) -> list[Completion]:
         self._router.sent(replica, len(requests))
-        reply = await self._replicas[replica].generate.call_one(requests)
-        self._router.heard(replica, reply.load)
-        return reply.completions
+        batch: CompletionBatch = await self._replicas[replica].generate.call_one(RequestBatch.of(requests))
+        self._router.heard(replica, batch.load)
+        return batch.unpack()
 
-    def _encode(self, prompt: Prompt) -> np.ndarray:
+    def _encode(self, prompts: list[Prompt]) -> list[np.ndarray]:
+        """Token ids of each prompt; equal ones, as the members of a group mostly have, are encoded once."""
+        out = [self._tokens_of(prompts[0])]
+        for last, prompt in pairwise(prompts):
+            out.append(out[-1] if prompt == last else self._tokens_of(prompt))
+        return out
+
+    def _tokens_of(self, prompt: Prompt) -> np.ndarray:
         if isinstance(prompt, str):
             return self._tokenizer.encode(prompt, specials=True)
         return self._tokenizer.chat(prompt)

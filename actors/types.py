@@ -7,6 +7,7 @@ version -1. Nothing is shifted here: the shift by one (logits at t-1 predict tok
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -66,6 +67,91 @@ class Completion:
     versions: np.ndarray
     """int32 [n], the version of the weights whose forward gave the token's logits; never decreases."""
     finish: Finish
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestBatch:
+    """Requests of one call as columns: a message of few arrays costs a tenth of one of many."""
+
+    ids: np.ndarray
+    """int64 [n, 4]."""
+    prompts: np.ndarray
+    """int32, one after another; a prompt that equals the one before is not repeated."""
+    lengths: np.ndarray
+    """int32 [n]; 0 repeats the prompt before."""
+    seeds: np.ndarray
+    """int64 [n]."""
+    sampling: Sampling
+    min_version: int
+
+    @classmethod
+    def of(cls, requests: Sequence[Request]) -> RequestBatch:
+        """Pack requests that share sampling and version."""
+        prompts, lengths, last = [], [], np.zeros(0, np.int32)
+        for request in requests:
+            same = bool(prompts) and np.array_equal(request.prompt, last)
+            if not same:
+                prompts.append(request.prompt)
+            lengths.append(0 if same else len(request.prompt))
+            last = request.prompt
+        return cls(
+            ids=np.array([request.id for request in requests], np.int64),
+            prompts=np.concatenate(prompts),
+            lengths=np.array(lengths, np.int32),
+            seeds=np.array([request.seed for request in requests], np.int64),
+            sampling=requests[0].sampling,
+            min_version=requests[0].min_version,
+        )
+
+    def unpack(self) -> list[Request]:
+        """The requests again; equal prompts are one array."""
+        out, end, prompt = [], 0, self.prompts[:0]
+        for id, length, seed in zip(self.ids.tolist(), self.lengths.tolist(), self.seeds.tolist(), strict=True):
+            if length:
+                prompt, end = self.prompts[end : end + length], end + length
+            out.append(
+                Request(
+                    id=RequestId(*id), prompt=prompt, sampling=self.sampling, seed=seed, min_version=self.min_version
+                )
+            )
+        return out
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompletionBatch:
+    """Completions of one call as columns, and what the replica still has to do."""
+
+    lengths: np.ndarray
+    """int32 [n]."""
+    tokens: np.ndarray
+    """int32, one after another, as `logprobs` (float32) and `versions` (int32)."""
+    logprobs: np.ndarray
+    versions: np.ndarray
+    finishes: tuple[Finish, ...]
+    load: int
+    """Requests that the replica has open."""
+
+    @classmethod
+    def of(cls, completions: Sequence[Completion], load: int) -> CompletionBatch:
+        """Pack completions."""
+        return cls(
+            lengths=np.array([len(c.tokens) for c in completions], np.int32),
+            tokens=np.concatenate([c.tokens for c in completions]),
+            logprobs=np.concatenate([c.logprobs for c in completions]),
+            versions=np.concatenate([c.versions for c in completions]),
+            finishes=tuple(c.finish for c in completions),
+            load=load,
+        )
+
+    def unpack(self) -> list[Completion]:
+        """The completions again, views of the columns."""
+        ends = np.cumsum(self.lengths).tolist()
+        return [
+            Completion(
+                tokens=self.tokens[a:b], logprobs=self.logprobs[a:b], versions=self.versions[a:b], finish=finish
+            )
+            for a, b, finish in zip([0, *ends], ends, self.finishes, strict=False)
+        ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,10 +12,9 @@ import tokenizers
 from actors import payload
 from actors.buffer import LeaseReply
 from actors.environment import Outcome, SingleTurn
-from actors.generator import Reply
 from actors.rollout import Play, RolloutWorker
 from actors.router import Router
-from actors.types import Completion, Lease, Sampling, derive_seed
+from actors.types import Completion, CompletionBatch, Lease, Sampling, derive_seed
 
 
 class Endpoint:
@@ -33,7 +32,8 @@ class Replica:
         self.versions = itertools.count()
         self.generate, self.abort = Endpoint(self._generate), Endpoint(self._abort)
 
-    async def _generate(self, requests):
+    async def _generate(self, batch):
+        requests = batch.unpack()
         self.requests += requests
         if self.gate is not None:
             await self.gate.wait()
@@ -50,7 +50,7 @@ class Replica:
                     finish="stop",
                 )
             )
-        return Reply(completions=out, load=0)
+        return CompletionBatch.of(out, load=0)
 
     async def _abort(self, ticket, attempt):
         self.aborted.append((ticket, attempt))
