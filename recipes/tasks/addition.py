@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from actors.environment import SingleTurn
 from actors.types import Finish
 
 
@@ -33,6 +34,10 @@ class Addition:
         r = random.Random(f"{self.seed}/{i}")
         a, b = r.randrange(100), r.randrange(100)
         return {"prompt": f"{a:02d}+{b:02d}=", "answer": f"{a + b:03d}"}
+
+    def environment(self) -> SingleTurn:
+        """One completion, judged by `reward`."""
+        return SingleTurn(reward=self.reward)
 
     def reward(self, prompt: str, completion: str, *, finish: Finish, answer: str) -> float:
         """1 if the text after the first `;` is the answer and the completion ended by itself, else 0.

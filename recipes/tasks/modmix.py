@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from actors.environment import SingleTurn
 from actors.types import Finish
 
 
@@ -33,6 +34,10 @@ class Modmix:
         r = random.Random(f"{self.seed}/{i}")
         n, k = r.randint(1, 60), r.randint(1, 9)
         return {"prompt": f"{n}%{k}=", "answer": str(n % k)}
+
+    def environment(self) -> SingleTurn:
+        """One completion, judged by `reward`."""
+        return SingleTurn(reward=self.reward)
 
     def reward(self, prompt: str, completion: str, *, finish: Finish, answer: str) -> float:
         """1 if the text after the first `;` is the answer and the completion ended by itself, else 0.

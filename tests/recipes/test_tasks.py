@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import random
 import re
@@ -13,6 +14,7 @@ import tyro
 from hypothesis import given
 from hypothesis import strategies as st
 
+from actors.environment import Task
 from actors.types import Finish
 from recipes.make_tiny import CHARACTERS, addition_demo, modmix_demo
 from recipes.tasks.addition import Addition
@@ -141,6 +143,20 @@ def test_tasks_are_subcommands() -> None:
 
     assert tyro.cli(pick, args=["task:addition", "--task.seed", "7"]) == Addition(seed=7)
     assert tyro.cli(pick, args=["task:modmix", "--task.rows", "9"]) == Modmix(rows=9)
+
+
+@pytest.mark.parametrize("task", [Addition(), Modmix()])
+def test_an_episode_scores_the_rows_own_answer(task: Task) -> None:
+    async def play(completion: str) -> float:
+        episode = task.environment()
+        assert await episode.reset(row) == row["prompt"]
+        outcome = await episode.step(completion, "stop")
+        assert outcome.observation is None
+        return outcome.reward
+
+    row = task.row(5)
+    assert asyncio.run(play(f";{row['answer']}")) == 1.0
+    assert asyncio.run(play(f";{row['answer']}1")) == 0.0
 
 
 def test_tasks_import_no_torch() -> None:
