@@ -162,7 +162,7 @@ async def sum_of(bucket: Tensor) -> int:
 
     XXH3 runs at memory speed and holds no interpreter lock, so the actor's loop and its neighbours go on.
     """
-    data = memoryview(bucket.numpy())
+    data = bucket.numpy().data
     blocks = [data[start : start + SUM_BLOCK] for start in range(0, len(data), SUM_BLOCK)]
     digests = await asyncio.gather(*(asyncio.to_thread(xxh3_64_digest, block) for block in blocks))
     return xxh3_64_intdigest(b"".join(digests))

@@ -1,0 +1,280 @@
+"""How long a version takes from the trainer to the engine, beside what the memory of this machine allows.
+
+`python -m recipes.bench_sync` prints one row per claim. Every floor is measured in the same process, between the
+repeats of what it bounds: on a shared machine only ratios mean something.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import torch
+from monarch.actor import Actor, concurrent_endpoint, endpoint
+
+from actors import shm, sync
+from actors.config import SyncConfig
+from actors.mesh import Meshes
+from actors.placement import Spot
+from actors.sync import Replica, Slots, WeightPublisher, WeightReceiver, WeightSync
+from actors.transports.base import Transport
+from actors.transports.shm import ShmTransport
+from actors.transports.torchstore import CHUNK, TorchstoreTransport
+from actors.weights import Box, Shard
+
+TENSORS, ROWS, COLUMNS = 100, 1250, 1000
+"""100 float32 tensors of 5 MB."""
+REPEATS = 9
+
+
+class BenchTrainer(Actor):
+    """Holds the tensors; its step is a loop of matrix products."""
+
+    @endpoint
+    def setup(self, folder: str) -> None:
+        torch.set_num_threads(1)
+        self.tensors = [torch.randn(ROWS, COLUMNS) for _ in range(TENSORS)]
+        box = Box((0, 0), (ROWS, COLUMNS))
+        shards = [Shard(f"t{i}", (ROWS, COLUMNS), box, tensor) for i, tensor in enumerate(self.tensors)]
+        self.slots = Slots.create(folder, 0, shards, "float32")
+        self.copy = [torch.ones(ROWS, COLUMNS) for _ in range(TENSORS)]
+        self.left = torch.randn(512, 512)
+
+    @endpoint
+    def stage(self, version: int) -> float:
+        return self.slots.stage(version)
+
+    @endpoint
+    def memcpy(self) -> float:
+        """Seconds of one copy of all tensors into warm memory, tensor by tensor."""
+        begin = time.perf_counter()
+        for target, source in zip(self.copy, self.tensors, strict=True):
+            target.copy_(source)
+        return time.perf_counter() - begin
+
+    @endpoint
+    def step(self, products: int) -> None:
+        for _ in range(products):
+            self.left @ self.left
+
+    @endpoint
+    def step_and_stage(self, products: int, version: int) -> None:
+        for _ in range(products):
+            self.left @ self.left
+        self.slots.stage(version)
+
+
+class BenchGenerator(Actor):
+    """Copies what is staged into tensors of its own, as an engine does."""
+
+    @concurrent_endpoint
+    async def setup(self) -> None:
+        torch.set_num_threads(1)
+        self.tensors = {f"t{i}": torch.ones(ROWS, COLUMNS) for i in range(TENSORS)}
+
+    @concurrent_endpoint
+    async def wanted(self) -> dict[str, Box]:
+        return {name: Box((0, 0), (ROWS, COLUMNS)) for name in self.tensors}
+
+    @concurrent_endpoint
+    async def swap(self, version: int) -> float:
+        begin = time.perf_counter()
+        await asyncio.to_thread(self._load, sync.staged(version))
+        return time.perf_counter() - begin
+
+    def _load(self, tensors: dict[str, torch.Tensor]) -> None:
+        for name, target in self.tensors.items():
+            target.copy_(tensors[name])
+
+
+class RawStore(Actor):
+    """torchstore without this library around it: the same bytes under keys of the same size."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    @concurrent_endpoint
+    async def put(self, folder: str, version: int) -> None:
+        import torchstore
+
+        array = sync._slots[folder].bucket(version)[0].numpy()
+        for number, start in enumerate(range(0, len(array), CHUNK)):
+            piece = torch.from_numpy(array[start : start + CHUNK])
+            await torchstore.put(f"raw{version}-{number}", piece, store_name=self._name)
+
+    @concurrent_endpoint
+    async def get(self, nbytes: int, version: int) -> None:
+        import torchstore
+
+        for number in range(-(-nbytes // CHUNK)):
+            await torchstore.get(f"raw{version}-{number}", store_name=self._name)
+
+    @concurrent_endpoint
+    async def delete(self, nbytes: int, version: int) -> None:
+        import torchstore
+
+        for number in range(-(-nbytes // CHUNK)):
+            await torchstore.delete(f"raw{version}-{number}", store_name=self._name)
+
+
+class Bench:
+    """One trainer rank, one generator rank, and the sync between them."""
+
+    def __init__(self, meshes: Meshes, folder: str) -> None:
+        self.folder = folder
+        self.trainers = meshes.spawn(Spot(name="bench-trainer", hosts=(0,), ranks_per_host=1, threads=1))
+        self.generators = meshes.spawn(Spot(name="bench-generator", hosts=(0,), ranks_per_host=1, threads=1))
+        self.trainer = self.trainers.spawn("trainer", BenchTrainer)
+        self.generator = self.generators.spawn("generator", BenchGenerator)
+        self.version = 0
+
+    async def setup(self) -> None:
+        await self.trainer.setup.call_one(self.folder)
+        await self.generator.setup.call_one()
+
+    async def sync(self, transport: Transport, tasks: asyncio.TaskGroup, name: str) -> WeightSync:
+        publishers = self.trainers.spawn(f"publisher-{name}", WeightPublisher, self.folder, transport, 60.0)
+        receivers = self.generators.spawn(f"receiver-{name}", WeightReceiver)
+        replica = Replica(receivers=receivers, generators=self.generator)
+        syncing = WeightSync(SyncConfig(timeout=60.0), transport, publishers, [replica], tasks)
+        await syncing.setup()
+        return syncing
+
+    async def push(self, syncing: WeightSync) -> tuple[float, float, dict[str, float]]:
+        """Seconds from the start of staging until the engine holds the version, seconds of staging, metrics."""
+        self.version += 1
+        await syncing.lease(self.version)
+        begin = time.perf_counter()
+        staged = await self.trainer.stage.call_one(self.version)
+        metrics = await syncing.publish(self.version)
+        return time.perf_counter() - begin, staged, metrics
+
+
+def write_and_read() -> Callable[[], float]:
+    """Seconds of one single-threaded write plus one read of warm shared memory of the same size, into warm memory."""
+    nbytes = TENSORS * ROWS * COLUMNS * 4
+    folder = shm.RunFolder.create(nbytes)
+    shared = shm.map_new(f"{folder.path}/floor", nbytes)
+    folder.close()
+    source, target = np.ones(nbytes, np.uint8), np.ones(nbytes, np.uint8)
+
+    def measure() -> float:
+        begin = time.perf_counter()
+        np.copyto(shared, source)
+        np.copyto(target, shared)
+        return time.perf_counter() - begin
+
+    measure()
+    return measure
+
+
+def row(name: str, value: float, unit: str, floor: float, bar: float) -> dict[str, Any]:
+    """One claim: `value` is at most `bar` times `floor`."""
+    ratio = value / floor
+    return {"name": name, "value": value, "unit": unit, "floor": floor, "ratio": ratio, "bar": bar, "ok": ratio <= bar}
+
+
+async def shm_rows(bench: Bench, syncing: WeightSync) -> list[dict[str, Any]]:
+    floor = write_and_read()
+    for _ in range(3):  # first touch of both slots and maps
+        await bench.push(syncing)
+    totals, blocked, floors, copies, parts = [], [], [], [], []
+    for _ in range(REPEATS):
+        floors.append(floor())
+        copies.append(await bench.trainer.memcpy.call_one())
+        total, staged, metrics = await bench.push(syncing)
+        totals.append(total)
+        blocked.append(staged)
+        parts.append(metrics)
+    median = statistics.median
+    for key in ("sync/push", "sync/pull", "sync/stall"):
+        print(f"  shm {key} {median(p[key] for p in parts):.3f} s")
+    return [
+        row("sync/shm/total", median(totals), "s", median(floors), 2.0),
+        row("sync/shm/trainer_blocked", median(blocked), "s", median(copies), 1.2),
+    ]
+
+
+async def step_row(bench: Bench, syncing: WeightSync) -> dict[str, Any]:
+    """A step of about a second with a push after each, against the step alone plus one copy."""
+    begin = time.perf_counter()
+    await bench.trainer.step.call_one(100)
+    products = max(1, round(100 / (time.perf_counter() - begin)))
+
+    async def timed(work: Awaitable[Any]) -> float:
+        begin = time.perf_counter()
+        await work
+        return time.perf_counter() - begin
+
+    async def with_push() -> None:
+        bench.version += 1
+        await syncing.lease(bench.version)
+        await bench.trainer.step_and_stage.call_one(products, bench.version)
+        syncing.publish(bench.version)
+
+    alone, copies, pushed = [], [], []
+    for _ in range(REPEATS // 2 + 1):
+        alone.append(await timed(bench.trainer.step.call_one(products)))
+        copies.append(await bench.trainer.memcpy.call_one())
+        await with_push()
+        pushed.append(await timed(with_push()))  # while the version before is still on its way
+        await syncing.lease(bench.version + 1)
+        await syncing.lease(bench.version + 2)
+    median = statistics.median
+    return row("sync/shm/step", median(pushed), "s", median(alone) + median(copies), 1.1)
+
+
+async def torchstore_row(bench: Bench, syncing: WeightSync, store: str) -> dict[str, Any]:
+    writer = bench.trainers.spawn("raw-writer", RawStore, store)
+    reader = bench.generators.spawn("raw-reader", RawStore, store)
+    nbytes = TENSORS * ROWS * COLUMNS * 4
+    totals, floors = [], []
+    for repeat in range(6):
+        total, _, _ = await bench.push(syncing)
+        begin = time.perf_counter()
+        await writer.put.call_one(bench.folder, bench.version)
+        await reader.get.call_one(nbytes, bench.version)
+        raw = time.perf_counter() - begin
+        await writer.delete.call_one(nbytes, bench.version)
+        if repeat:  # the first touches new pages everywhere
+            totals.append(total)
+            floors.append(raw)
+    return row("sync/torchstore/total", statistics.median(totals), "s", statistics.median(floors), 1.15)
+
+
+async def measure() -> list[dict[str, Any]]:
+    """All rows, on processes of their own."""
+    folder = shm.RunFolder.create(3 * TENSORS * ROWS * COLUMNS * 4)
+    store = "bench_store"
+    try:
+        async with Meshes() as meshes, asyncio.TaskGroup() as tasks:
+            bench = Bench(meshes, folder.path)
+            await bench.setup()
+            shared = await bench.sync(ShmTransport(folder.path), tasks, "shm")
+            found = await shm_rows(bench, shared)
+            found.append(await step_row(bench, shared))
+            await shared.close()
+            stored = await bench.sync(TorchstoreTransport(store), tasks, "torchstore")
+            found.append(await torchstore_row(bench, stored, store))
+            await stored.close()
+    finally:
+        folder.close()
+    return found
+
+
+def rows() -> list[dict[str, Any]]:
+    """Each claim as {name, value, unit, floor, ratio, bar, ok}: value is at most bar x floor where ok."""
+    return asyncio.run(measure())
+
+
+if __name__ == "__main__":
+    for found in rows():
+        verdict = "ok" if found["ok"] else "MISSED"
+        print(
+            f"{found['name']:28} {found['value']:.3f} {found['unit']}  floor {found['floor']:.3f}  "
+            f"ratio {found['ratio']:.2f} (bar {found['bar']:g})  {verdict}"
+        )
