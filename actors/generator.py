@@ -7,7 +7,7 @@ import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from monarch.actor import Actor, concurrent_endpoint, current_rank
@@ -15,6 +15,9 @@ from monarch.actor import Actor, concurrent_endpoint, current_rank
 from actors.config import GeneratorConfig, NativeEngine
 from actors.engines.base import Engine
 from actors.types import Completion, CompletionBatch, Request, RequestBatch, RequestId
+
+if TYPE_CHECKING:
+    from actors.weights import Box
 
 
 @dataclass(kw_only=True, slots=True)
@@ -128,6 +131,11 @@ class Generator(Actor):
         self._engine = await loop.run_in_executor(
             self._thread, build_engine, self._config, self._model, self._group_size, self._device
         )
+
+    @concurrent_endpoint
+    async def wanted(self) -> dict[str, Box] | None:
+        """The part of each tensor that this rank loads, by Hugging Face name; None for an engine without weights."""
+        return self._engine.wanted()
 
     @concurrent_endpoint
     async def run(self, followers: list[Any]) -> None:

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from monarch.actor import Actor, concurrent_endpoint
+from monarch.actor import Actor, concurrent_endpoint, current_rank
 
 from actors import payload
 from actors.environment import Environment, Prompt, Task
@@ -145,11 +145,12 @@ def _episode_errors(where: str) -> Iterator[None]:
 class RolloutWorker(Actor):
     """Plays leased groups until the buffer says that the run needs no more."""
 
-    def __init__(self, index: int, play: Play, buffer: Any, replicas: list[Any]) -> None:
+    def __init__(self, play: Play, buffer: Any, replicas: list[Any]) -> None:
         """`buffer` and `replicas` are the actors to call: one `ReplayBuffer` and the rank 0 of each `Generator`."""
-        self._index, self._play, self._buffer, self._replicas = index, play, buffer, replicas
+        self._play, self._buffer, self._replicas = play, buffer, replicas
+        self._index = current_rank().rank
         self._tokenizer = Tokenizer.load(play.model)
-        self._router = Router(len(replicas), fixed=play.fixed_routes, seed=index)
+        self._router = Router(len(replicas), fixed=play.fixed_routes, seed=self._index)
         self._groups: dict[tuple[int, int], asyncio.Task[None]] = {}
         self._explained = False
 

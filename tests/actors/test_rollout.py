@@ -128,7 +128,6 @@ class Task:
 
 def worker(model, task, buffer, replicas, group_size=2, **play) -> RolloutWorker:
     return RolloutWorker(
-        0,
         Play(
             task=task,
             model=str(model),
