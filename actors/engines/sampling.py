@@ -67,5 +67,5 @@ def _kept(logits: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
     rank = torch.arange(logits.shape[-1], device=logits.device)
     inside = (top_k == 0) | (rank < top_k)
     probability = ordered.masked_fill(~inside, -torch.inf).softmax(-1, dtype=torch.float64)
-    inside &= (top_p >= 1) | (probability.cumsum(-1) - probability < top_p)
+    inside &= (top_p >= 1) | (rank == 0) | (probability.cumsum(-1) - probability < top_p)
     return torch.zeros_like(inside).scatter(-1, order, inside)
