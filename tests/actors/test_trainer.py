@@ -1,0 +1,202 @@
+"""Two FSDP2 ranks over gloo against one rank, and the actor in real Monarch processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from monarch.actor import this_host
+from monarch.spmd import setup_torch_elastic_env_async
+from safetensors.torch import load_file
+
+from actors.batching import plan
+from actors.config import SyncConfig, TrainerConfig
+from actors.trainer import Trainer
+from actors.types import Probe, Rollout, StepReport, Taken
+from actors.weights import Part, WeightIndex, layout
+from losses import DIS, PPOClip, group_mean
+from losses.inputs import Objective
+from tests.actors.models import save_tiny
+from tests.actors.training_data import Kept, rollout, store
+
+WIDE = DIS(low=0.0, high=math.inf)
+
+
+def uneven(seed: int = 0) -> list[list[Rollout]]:
+    rng = np.random.default_rng(seed)
+    lengths = [[40, 5, 7], [12, 9], [30, 4, 6, 8], [22, 23], [5, 6]]
+    return [[rollout(rng, n, 3, 0) for n in members] for members in lengths]
+
+
+def one_dead_rank() -> list[list[Rollout]]:
+    """The longest rollout goes alone to rank 0, and none of its tokens counts."""
+    rng = np.random.default_rng(1)
+    dead = rollout(rng, 30, 3, 0)
+    dead = replace(dead, logprobs=np.where(dead.mask, np.nan, 0).astype(np.float32))
+    return [[dead, rollout(rng, 8, 3, 0), rollout(rng, 9, 3, 0)]]
+
+
+def one_rollout() -> list[list[Rollout]]:
+    """Rank 1 has padding only; the second group's advantage is what its rollouts differ by."""
+    rng = np.random.default_rng(2)
+    return [[rollout(rng, 2, 2, 0), replace(rollout(rng, 20, 3, 0), reward=5.0)]]
+
+
+# Microbatches of 26 entries: the ranks of `uneven` need different numbers of them.
+CASES: dict[str, tuple[list[list[Rollout]], Objective, dict[str, Any]]] = {
+    "uneven": (uneven(), DIS(), {"microbatch_tokens": 26}),
+    "old pass": (uneven(3), PPOClip(), {"updates_per_step": 2}),
+    "dead rank": (one_dead_rank(), WIDE, {}),
+    "one rollout": (one_rollout(), WIDE, {"denominator": "sequences"}),
+}
+STEPS = 3
+
+
+def train(folder: str, case: str, ranks: int, rank: int, mesh: Any) -> None:
+    """Three steps with a probe of version 0 in each; leaves reports, saved weights and index parts in the folder."""
+    from actors.backends.hf import HfModel
+    from actors.training import Training
+
+    _, objective, settings = CASES[case]
+    config = TrainerConfig(**{"ranks": ranks, "lr": 1e-3, "warmup_steps": 1, **settings})
+    backend = HfModel(f"{folder}/model", "float32", torch.device("cpu"), mesh)
+    training = Training(config, backend, objective, group_mean, Kept(backend), total_steps=10, rank=rank)
+    with open(f"{folder}/{case}.taken", "rb") as file:
+        taken: Taken = torch.load(file, weights_only=False)  # our own file, written by the parent
+    probe = Probe(version=0, handle=taken.groups[0].handle)
+    reports = [training.step(replace(taken, step=step), probe) for step in range(STEPS)]
+    parts, _ = layout(backend.shards(), rank, "float32")
+    out = f"{folder}/{case}-{ranks}-{rank}"
+    Path(f"{out}.json").write_text(json.dumps([asdict(r) for r in reports]))
+    torch.save(parts, f"{out}.parts")
+    training.backend.save(f"{folder}/{case}-{ranks}")
+
+
+def rank_main(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+    for case in CASES:
+        train(folder, case, 2, rank, mesh)
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ranks")
+    save_tiny(folder / "model", "qwen3_tied")
+    for case, (groups, _, _) in CASES.items():
+        (folder / f"{case} payloads").mkdir()
+        torch.save(store(groups, str(folder / f"{case} payloads")), folder / f"{case}.taken")
+    torch.multiprocessing.spawn(rank_main, (str(folder),), nprocs=2)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    for case in CASES:
+        train(str(folder), case, 1, 0, None)
+    torch.set_num_threads(threads)
+    return folder
+
+
+def reports_of(folder: Path, case: str, ranks: int, rank: int) -> list[dict[str, Any]]:
+    loaded: list[dict[str, Any]] = json.loads((folder / f"{case}-{ranks}-{rank}.json").read_text())
+    return loaded
+
+
+GLOBAL = [
+    "loss",
+    "grad_norm",
+    "entropy",
+    "lag_kl",
+    "ratio",
+    "masked",
+    "ratio_max",
+    "engine_gap_mean",
+    "engine_gap_max",
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_equal_one(trained: Path, case: str) -> None:
+    (one,) = (reports_of(trained, case, 1, 0),)
+    two = [reports_of(trained, case, 2, rank) for rank in (0, 1)]
+    names = [f"policy/{n}" for n in GLOBAL] + ["staleness/mean", "staleness/max", "perf/trained_tokens"]
+    for step in range(STEPS):
+        alone, first, second = (r[step]["metrics"] for r in (one, *two))
+        for name in names:
+            assert first[name] == second[name], f"{name} differs between ranks"
+            assert first[name] == pytest.approx(alone[name], rel=1e-4, abs=1e-6), f"{name} at step {step}"
+        assert one[step]["tokens"] == two[0][step]["tokens"] + two[1][step]["tokens"] == alone["perf/trained_tokens"]
+        assert one[step]["rollouts"] == two[0][step]["rollouts"] + two[1][step]["rollouts"]
+        assert sorted(two[0][step]["tickets"] + two[1][step]["tickets"]) == one[step]["tickets"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_end_with_the_weights_of_one(trained: Path, case: str) -> None:
+    """To rounding: AdamW divides by the gradient's own size, so rounding of tiny gradients shows as parts of 1e-3."""
+    start = load_file(trained / "model" / "model.safetensors")
+    one, two = (load_file(trained / f"{case}-{ranks}" / "model.safetensors") for ranks in (1, 2))
+    assert one.keys() == two.keys() == start.keys()
+    for name in one:
+        moved = (one[name] - start[name]).abs().max()
+        apart = (one[name] - two[name]).abs()
+        assert moved > 1e-4, name
+        assert apart.max() < 0.05 * moved and apart.mean() < 1e-4 * moved, f"{name}: {apart.max()} of {moved}"
+
+
+def test_the_cases_are_what_they_say(trained: Path) -> None:
+    taken = torch.load(trained / "uneven.taken", weights_only=False)
+    (update,) = plan(taken, ranks=2, updates=1, microbatch_tokens=26)
+    counts = [sum(bool(piece) for piece in pieces) for pieces in update]
+    assert counts[0] != counts[1], "the ranks must need different numbers of microbatches"
+    assert all(len({m.group for piece in pieces for m in piece}) > 1 for pieces in update), "the batch must be split"
+    assert [reports_of(trained, "dead rank", 2, rank)[0]["tokens"] for rank in (0, 1)] == [0, 11]
+    assert reports_of(trained, "one rollout", 2, 0)[0]["rollouts"] == 1
+
+
+def test_shards_of_both_ranks_tile_every_tensor(trained: Path) -> None:
+    parts: list[Part] = []
+    for rank in (0, 1):
+        parts += torch.load(trained / f"uneven-2-{rank}.parts", weights_only=False)
+    index = WeightIndex(tuple(parts), {0: 0, 1: 0})  # raises on holes and overlaps
+    assert index.by_name().keys() == load_file(trained / "model" / "model.safetensors").keys()
+
+
+@pytest.mark.slow
+def test_the_actor_trains_in_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Same loss as one rank; each rank stages its own slot."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    model = save_tiny(tmp_path / "model", "qwen3")
+    taken = store(uneven(), str(tmp_path))
+
+    async def run(ranks: int) -> list[StepReport]:
+        folder = tmp_path / f"run-{ranks}"
+        folder.mkdir()
+        procs = this_host().spawn_procs(per_host={"ranks": ranks})
+        try:
+            if ranks > 1:
+                await setup_torch_elastic_env_async(procs)
+            trainer = procs.spawn("trainer", Trainer, TrainerConfig(ranks=ranks), SyncConfig(), str(folder))
+            await trainer.setup.call(model, DIS(), group_mean, 10)
+            probe = Probe(version=0, handle=taken.groups[0].handle)
+            await trainer.step.call(taken)
+            reports = await trainer.step.call(replace(taken, step=1), probe)
+            await trainer.save.call(str(folder / "saved"))
+            await trainer.close.call()
+            return list(reports.values())
+        finally:
+            await procs.stop()
+
+    (one,), two = asyncio.run(run(1)), asyncio.run(run(2))
+    for name in ("policy/loss", "policy/grad_norm", "policy/engine_gap_mean"):
+        assert two[0].metrics[name] == two[1].metrics[name] == pytest.approx(one.metrics[name], rel=1e-4, abs=1e-6)
+    assert one.tokens == sum(r.tokens for r in two) and min(r.tokens for r in two) > 0
+    saved = [load_file(tmp_path / f"run-{ranks}" / "saved" / "model.safetensors") for ranks in (1, 2)]
+    for name, tensor in saved[0].items():
+        torch.testing.assert_close(saved[1][name], tensor, rtol=0, atol=1e-5)

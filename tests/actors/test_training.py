@@ -1,0 +1,395 @@
+"""The trainer's step on one rank: gradients against a naive float64 model, invariances, metrics, staging, saving."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, Gemma2ForCausalLM
+
+from actors.backends.hf import HfModel
+from actors.config import TrainerConfig
+from actors.training import Training, learning_rate
+from actors.types import Probe, Rollout, Taken
+from losses import DIS, LossInputs, PolicyGradient, PPOClip, Terms, group_mean, group_norm
+from losses.inputs import Objective
+from tests.actors.models import save_tiny
+from tests.actors.training_data import Kept, rollout, store
+
+CPU = torch.device("cpu")
+WIDE = DIS(low=0.0, high=math.inf)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny(tmp_path_factory.mktemp("model"), "qwen3")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def trainer(model: str, objective: Objective = WIDE, advantage: Any = group_mean, **settings: Any) -> Training:
+    backend = HfModel(model, "float32", CPU)
+    config = TrainerConfig(**{"warmup_steps": 1, "lr": 1e-3, **settings})
+    return Training(config, backend, objective, advantage, Kept(backend), total_steps=10)
+
+
+def random_groups(seed: int = 0, version: int = 0, temperature: float = 1.0) -> list[list[Rollout]]:
+    rng = np.random.default_rng(seed)
+    return [
+        [rollout(rng, int(rng.integers(4, 30)), 3, version, temperature) for _ in range(int(rng.integers(2, 5)))]
+        for _ in range(4)
+    ]
+
+
+def captured(training: Training, taken: Taken, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Tensor], Any]:
+    """Gradients as the optimizer would see them, and the report."""
+    seen: dict[str, Tensor] = {}
+
+    def keep() -> None:
+        seen.update({n: p.grad.clone() for n, p in training.parameters.items() if p.grad is not None})
+
+    monkeypatch.setattr(training.optimizer, "step", keep)
+    return seen, training.step(taken)
+
+
+def naive(folder: str, taken_groups: list[list[Rollout]], denominator: str) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients in float64 with transformers' own attention, one rollout at a time; IS, mean baseline."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+    total, tokens = torch.zeros((), dtype=torch.float64), 0
+    for group in taken_groups:
+        mean = sum(r.reward for r in group) / len(group)
+        for r in group:
+            ids = torch.from_numpy(r.tokens.astype(np.int64))
+            logits = model(ids[None]).logits[0, :-1] / r.sampling.temperature
+            for t in range(1, len(ids)):
+                if r.mask[t]:
+                    ratio = (logits[t - 1].log_softmax(-1)[ids[t]] - float(r.logprobs[t])).exp()
+                    total = total - ratio.detach() * (r.reward - mean) * logits[t - 1].log_softmax(-1)[ids[t]]
+                    tokens += 1
+    loss = total / (tokens if denominator == "tokens" else sum(len(g) for g in taken_groups))
+    loss.backward()
+    return loss.item(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("denominator", ["tokens", "sequences"])
+def test_gradient_equals_a_naive_float64_model(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, denominator: Any
+) -> None:
+    groups = random_groups(temperature=0.8)
+    training = trainer(model, denominator=denominator, microbatch_tokens=60, clip_norm=1e9)
+    got, report = captured(training, store(groups, str(tmp_path)), monkeypatch)
+    loss, want = naive(model, groups, denominator)
+    norm = math.sqrt(sum(float(g.square().sum()) for g in want.values()))
+    assert report.metrics["policy/loss"] == pytest.approx(loss, rel=2e-5)
+    assert report.metrics["policy/grad_norm"] == pytest.approx(norm, rel=1e-5)
+    assert got.keys() == want.keys()
+    for name in want:
+        torch.testing.assert_close(got[name].double(), want[name], rtol=1e-3, atol=1e-6 * norm, msg=name)
+
+
+def test_microbatches_order_and_packing_change_nothing(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups = random_groups(1)
+    turned = [group[::-1] for group in groups[::-1]]
+    runs = []
+    for name, batch, limit in (("a", groups, 8192), ("b", groups, 1), ("c", turned, 50)):
+        (tmp_path / name).mkdir()
+        training = trainer(model, DIS(), microbatch_tokens=limit)
+        runs.append(captured(training, store(batch, str(tmp_path / name)), monkeypatch))
+    (want, first), *others = runs
+    for got, report in others:
+        for key in ("policy/loss", "policy/grad_norm", "policy/entropy", "policy/masked", "policy/lag_kl"):
+            assert report.metrics[key] == pytest.approx(first.metrics[key], rel=1e-5), key
+        for name in want:
+            torch.testing.assert_close(got[name], want[name], rtol=1e-4, atol=1e-7, msg=name)
+
+
+def test_the_global_norm_is_clipped(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = trainer(model, clip_norm=0.01)
+    got, report = captured(training, store(random_groups(), str(tmp_path)), monkeypatch)
+    assert report.metrics["policy/grad_norm"] > 0.02
+    assert math.sqrt(sum(float(g.double().square().sum()) for g in got.values())) == pytest.approx(0.01, rel=1e-5)
+
+
+def test_masked_targets_have_no_influence(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A non-finite behaviour logprob at the last token: the same gradient as with that token outside the mask."""
+    groups = random_groups(2)
+    last = groups[0][0]
+    spoiled = np.array([*last.logprobs[:-1], np.nan], np.float32)
+    unmasked = replace(last, mask=np.array([*last.mask[:-1], False]))
+    runs = []
+    for name, r in (("nan", replace(last, logprobs=spoiled)), ("out", unmasked)):
+        (tmp_path / name).mkdir()
+        taken = store([[r, *groups[0][1:]], *groups[1:]], str(tmp_path / name))
+        runs.append(captured(trainer(model), taken, monkeypatch))
+    assert runs[0][1].tokens == runs[1][1].tokens == sum(int(r.mask.sum()) for g in groups for r in g) - 1
+    for name, gradient in runs[0][0].items():
+        assert gradient.equal(runs[1][0][name]), name
+
+
+def test_two_runs_are_bitwise_equal_and_the_weights_move(model: str, tmp_path: Path) -> None:
+    taken = store(random_groups(), str(tmp_path))
+    ends = []
+    for _ in range(2):
+        training = trainer(model, DIS(), group_norm, microbatch_tokens=50)
+        start = {n: p.detach().clone() for n, p in training.parameters.items()}
+        for step in range(2):
+            training.step(replace(taken, step=step))
+        ends.append({n: p.detach().clone() for n, p in training.parameters.items()})
+        assert all(not start[n].equal(p) for n, p in ends[-1].items())
+    assert all(ends[0][n].equal(ends[1][n]) for n in ends[0])
+
+
+def test_learning_rate_zero_keeps_the_weights_bitwise(model: str, tmp_path: Path) -> None:
+    training = trainer(model, lr=0.0)
+    start = {n: p.detach().clone() for n, p in training.parameters.items()}
+    training.step(store(random_groups(), str(tmp_path)))
+    assert all(start[n].equal(p) for n, p in training.parameters.items())
+
+
+def test_learning_rate_by_hand() -> None:
+    """Peak 1, two warm-up updates, ten in all, last at 0.3: 0.5, 1, then from 1 at number 2 to 0.3 at number 9."""
+    config = TrainerConfig(lr=1.0, warmup_steps=2, final_lr=0.3)
+    rates = [learning_rate(config, update, 10) for update in range(11)]
+    assert rates == pytest.approx([0.5, 1.0, 1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.3])
+
+
+def test_updates_follow_adamw_with_the_schedule(model: str, tmp_path: Path) -> None:
+    """Three steps against AdamW's formula (Loshchilov and Hutter 2019, algorithm 2) on the trainer's own gradients."""
+    settings = {"lr": 1e-2, "warmup_steps": 2, "weight_decay": 0.1, "beta1": 0.8, "beta2": 0.9}
+    training = trainer(model, **settings)
+    name = "model.layers.1.mlp.up_proj.weight"
+    value = training.parameters[name].detach().double().clone()
+    first, second = torch.zeros_like(value), torch.zeros_like(value)
+    original, seen = training.optimizer.step, []
+
+    def watched() -> None:
+        seen.append(training.parameters[name].grad.double().clone())  # type: ignore[union-attr]
+        original()
+
+    training.optimizer.step = watched  # type: ignore[method-assign, assignment]
+    taken = store(random_groups(), str(tmp_path))
+    for step in range(3):
+        report = training.step(replace(taken, step=step))
+        rate = learning_rate(training.config, step, 10)
+        assert report.metrics["policy/lr"] == rate
+        first = 0.8 * first + 0.2 * seen[-1]
+        second = 0.9 * second + 0.1 * seen[-1].square()
+        ahead = first / (1 - 0.8 ** (step + 1)) / ((second / (1 - 0.9 ** (step + 1))).sqrt() + 1e-8)
+        value = value * (1 - rate * 0.1) - rate * ahead
+        torch.testing.assert_close(training.parameters[name].detach().double(), value, rtol=0, atol=2e-6)
+
+
+def test_an_update_without_a_token_leaves_everything(
+    model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    training = trainer(model, weight_decay=0.5)
+    start = {n: p.detach().clone() for n, p in training.parameters.items()}
+    groups = [[replace(r, logprobs=r.logprobs * np.float32(np.nan)) for r in group] for group in random_groups()]
+    with caplog.at_level(logging.WARNING):
+        report = training.step(store(groups, str(tmp_path)))
+        empty = training.step(replace(store([], str(tmp_path)), step=1))
+    assert [r.message for r in caplog.records if "no token of update 0 counts" in r.message] != []
+    assert all(math.isfinite(v) for r in (report, empty) for v in r.metrics.values())
+    assert report.tokens == empty.tokens == empty.rollouts == 0 and report.rollouts == sum(map(len, groups))
+    assert all(start[n].equal(p) for n, p in training.parameters.items())
+    assert not training.optimizer.state
+
+
+def test_a_gradient_that_is_not_finite_names_step_and_tensor(model: str, tmp_path: Path) -> None:
+    training = trainer(model)
+    start = {n: p.detach().clone() for n, p in training.parameters.items()}
+    training.parameters["model.layers.1.self_attn.v_proj.weight"].register_hook(lambda g: g * math.nan)
+    with pytest.raises(RuntimeError, match=r"step 0: .*first in model.layers.1.self_attn.v_proj.weight"):
+        training.step(store(random_groups(), str(tmp_path)))
+    assert all(start[n].equal(p) for n, p in training.parameters.items())
+
+
+def test_a_batch_for_another_version_is_refused(model: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="holds version 0, the batch is step 3"):
+        trainer(model).step(store(random_groups(), str(tmp_path), step=3))
+
+
+class Constant:
+    """Weights every token alike and reports what it saw."""
+
+    def __call__(self, inputs: LossInputs) -> Terms:
+        return Terms(
+            loss_T=-inputs.logprobs_T, diagnostics_T={"old": inputs.logprobs_T * 0 + (inputs.old_T is not None)}
+        )
+
+
+class ConstantWithOld(PPOClip, Constant):
+    __call__ = Constant.__call__
+
+
+@pytest.mark.parametrize(
+    ("objective", "updates", "old"), [(Constant(), 2, 0), (ConstantWithOld(), 1, 0), (ConstantWithOld(), 2, 1)]
+)
+def test_old_pass_only_where_it_is_read(
+    model: str, tmp_path: Path, objective: Objective, updates: int, old: int
+) -> None:
+    training = trainer(model, objective, updates_per_step=updates)
+    report = training.step(store(random_groups(), str(tmp_path)))
+    assert report.metrics["policy/old"] == old
+
+
+def test_old_logprobs_are_those_of_the_start_of_the_step(model: str, tmp_path: Path) -> None:
+    """PPO's ratio against the old pass is 1 in the first update, whatever behaviour says, and moves in the second.
+
+    Half of the ratios stay 1; with a large rate the others move, and the mean ratio with them.
+    """
+    taken = store(random_groups(), str(tmp_path))
+    still = trainer(model, PPOClip(), updates_per_step=2, lr=0.0).step(taken)
+    assert still.metrics["policy/ratio"] == pytest.approx(1.0, abs=1e-6)
+    assert still.metrics["policy/ratio_max"] > 2
+    moved = trainer(model, PPOClip(), updates_per_step=2, lr=1e-2).step(taken)
+    assert abs(moved.metrics["policy/ratio"] - 1) > 1e-3
+    assert moved.metrics["policy/lag_kl"] == pytest.approx(still.metrics["policy/lag_kl"], rel=1e-6)
+
+
+def test_metrics_and_accounting_by_hand(model: str, tmp_path: Path) -> None:
+    """Versions v - 1 and v in each rollout: staleness 1 for the first half of the actions, 0 for the rest."""
+    groups = random_groups(3, version=1)
+    training = trainer(model, PolicyGradient())
+    training.version = 1
+    report = training.step(store(groups, str(tmp_path), step=1))
+    rollouts = [r for g in groups for r in g]
+    tokens = sum(int(r.mask.sum()) for r in rollouts)
+    stale = sum(int((r.versions[r.mask] == 0).sum()) for r in rollouts)
+    assert report.tokens == report.metrics["perf/trained_tokens"] == tokens
+    assert report.rollouts == len(rollouts)
+    assert report.tickets == (100, 101, 102, 103)
+    assert report.metrics["staleness/mean"] == pytest.approx(stale / tokens)
+    assert report.metrics["staleness/max"] == 1.0
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
+    ratios, entropies = [], []
+    for r in rollouts:
+        ids = torch.from_numpy(r.tokens.astype(np.int64))
+        log = reference(ids[None]).logits[0, :-1].log_softmax(-1).detach()
+        entropies += (-(log.exp() * log).sum(-1))[r.mask[1:]].tolist()
+        ratios += (log.gather(1, ids[1:, None])[:, 0] - torch.from_numpy(r.logprobs[1:]))[r.mask[1:]].exp().tolist()
+    assert report.metrics["policy/entropy"] == pytest.approx(np.mean(entropies), rel=1e-5)
+    assert report.metrics["policy/lag_kl"] == pytest.approx(np.mean([x - 1 - math.log(x) for x in ratios]), rel=1e-4)
+    assert report.metrics["policy/ratio_max"] == pytest.approx(max(ratios), rel=1e-4)
+    assert report.metrics["policy/ratio"] == pytest.approx(np.mean(ratios), rel=1e-4)
+
+
+def engine_like(model: str, r: Rollout, version: int, error: float) -> Rollout:
+    """The rollout as an exact engine at these weights would give it, plus `error` on every action."""
+    weights = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
+    ids = torch.from_numpy(r.tokens.astype(np.int64))
+    log = weights(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0].detach().numpy()
+    logprobs = np.where(r.mask, np.concatenate([[0], log]) + error, 0).astype(np.float32)
+    return replace(r, logprobs=logprobs, versions=np.where(r.mask, version, -1).astype(np.int32))
+
+
+def test_the_probe_compares_at_its_own_version(model: str, tmp_path: Path) -> None:
+    """Engine off by 0.25 at version 0: the gap is 0.25 on the live weights, and on the staged ones after a step."""
+    rng = np.random.default_rng(5)
+    probed = [engine_like(model, rollout(rng, n, 2, 0), 0, 0.25) for n in (9, 6)]
+    (tmp_path / "probe").mkdir()
+    probe = Probe(version=0, handle=store([probed], str(tmp_path / "probe")).groups[0].handle)
+    training = trainer(model, lr=1e-2)
+    taken = store(random_groups(), str(tmp_path))
+    live = training.step(taken, probe).metrics
+    before = {n: p.detach().clone() for n, p in training.parameters.items()}
+    training.config = replace(training.config, lr=0.0)
+    staged = training.step(replace(taken, step=1), probe).metrics
+    assert all(before[n].equal(p) for n, p in training.parameters.items()), "the live weights must come back"
+    for metrics in (live, staged):
+        assert metrics["policy/engine_gap_mean"] == pytest.approx(0.25, abs=1e-5)
+        assert metrics["policy/engine_gap_max"] == pytest.approx(0.25, abs=2e-5)
+        assert metrics["policy/engine_gap_tokens"] == 7 + 4
+    wrong = replace(probe, version=1)
+    assert training.step(replace(taken, step=2), wrong).metrics["policy/engine_gap_tokens"] == 0
+
+
+def test_each_version_is_staged_after_its_step(model: str, tmp_path: Path) -> None:
+    training = trainer(model, updates_per_step=2)
+    assert isinstance(training.staging, Kept)
+    taken = store(random_groups(), str(tmp_path))
+    for step in range(2):
+        assert sorted(training.staging.versions) == list(range(step + 1))
+        training.step(replace(taken, step=step))
+        for shard, staged in zip(training.backend.shards(), training.staging.versions[step + 1], strict=True):
+            assert shard.tensor.equal(staged), shard.name
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_tied", "llama"])
+def test_saved_folder_loads_with_identical_logits(family: Any, tmp_path: Path) -> None:
+    source = save_tiny(tmp_path / "source", family)
+    training = trainer(source)
+    (tmp_path / "run").mkdir()
+    training.step(store(random_groups(), str(tmp_path / "run")))
+    training.backend.save(str(tmp_path / "saved"))
+    reloaded, report = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    assert isinstance(training.backend, HfModel)
+    for name, tensor in training.backend.model.state_dict().items():
+        assert reloaded.state_dict()[name].equal(tensor), name
+    ids = torch.arange(3, 20)[None]
+    training.backend.model.set_attn_implementation("sdpa")
+    assert reloaded(ids).logits.equal(training.backend.model(ids).logits)
+    before = AutoModelForCausalLM.from_pretrained(source)(ids).logits
+    assert (reloaded(ids).logits - before).abs().max() > 1e-4, "the step must show in what was saved"
+    text = "12+34="
+    tokenizers = [AutoTokenizer.from_pretrained(folder) for folder in (source, tmp_path / "saved")]
+    assert tokenizers[0](text)["input_ids"] == tokenizers[1](text)["input_ids"]
+
+
+def test_shards_alias_the_live_weights_under_their_names(tmp_path: Path) -> None:
+    backend = HfModel(save_tiny(tmp_path, "qwen3_tied"), "float32", CPU)
+    shards = {shard.name: shard for shard in backend.shards()}
+    assert shards.keys() == backend.parameters().keys() and "lm_head.weight" not in shards
+    for name, parameter in backend.parameters().items():
+        assert shards[name].tensor.data_ptr() == parameter.data_ptr()
+        assert shards[name].shape == shards[name].box.size == tuple(parameter.shape)
+
+
+def test_a_capped_head_is_refused_by_name(tmp_path: Path) -> None:
+    config = Gemma2Config(
+        vocab_size=64,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        intermediate_size=32,
+        attn_logit_softcapping=None,
+        final_logit_softcapping=5.0,
+    )
+    Gemma2ForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"Gemma2ForCausalLM .* logits differ"):
+        HfModel(str(tmp_path), "float32", CPU)
+
+
+def test_bfloat16_forward_keeps_float32_weights_and_gradients(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = store(random_groups(), str(tmp_path))
+    want, exact = captured(trainer(model), taken, monkeypatch)
+    backend = HfModel(model, "bfloat16", CPU)
+    training = Training(
+        TrainerConfig(dtype="bfloat16", warmup_steps=1), backend, WIDE, group_mean, Kept(backend), total_steps=10
+    )
+    got, rounded = captured(training, taken, monkeypatch)
+    assert all(g.dtype == torch.float32 for g in got.values())
+    assert rounded.metrics["policy/grad_norm"] == pytest.approx(exact.metrics["policy/grad_norm"], rel=0.05)
+    assert rounded.metrics["policy/grad_norm"] != exact.metrics["policy/grad_norm"]
+    name = "model.layers.0.mlp.down_proj.weight"
+    assert torch.cosine_similarity(got[name].ravel(), want[name].ravel(), dim=0) > 0.99
