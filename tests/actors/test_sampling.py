@@ -106,4 +106,5 @@ def test_equal_logits_keep_exactly_k():
 def test_top_p_of_one_cuts_nothing_whatever_the_rounding():
     logits = torch.tensor([[0.0, -45.0]])  # the second probability is below the spacing of float64 at 1
     assert _kept(logits, torch.tensor([[1.0]]), torch.tensor([[0]])).tolist() == [[True, True]]
-    assert _kept(logits, torch.tensor([[1 - 1e-9]], dtype=torch.float64), torch.tensor([[0]])).tolist() == [[True, False]]
+    below = torch.tensor([[1 - 1e-9]], dtype=torch.float64)
+    assert _kept(logits, below, torch.tensor([[0]])).tolist() == [[True, False]]
