@@ -325,7 +325,9 @@ def test_each_version_is_staged_after_its_step(model: str, tmp_path: Path) -> No
     taken = store(random_groups(), str(tmp_path))
     for step in range(2):
         assert sorted(training.staging.versions) == list(range(step + 1))
-        training.step(replace(taken, step=step))
+        report = training.step(replace(taken, step=step))
+        rates = [learning_rate(training.config, 2 * step + update, 20) for update in (0, 1)]
+        assert report.metrics["policy/lr"] == pytest.approx(sum(rates) / 2)
         for shard, staged in zip(training.backend.shards(), training.staging.versions[step + 1], strict=True):
             assert shard.tensor.equal(staged), shard.name
 
