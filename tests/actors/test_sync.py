@@ -99,7 +99,16 @@ def test_a_publisher_notices_a_lap_between_sum_and_put(folder):
     slots = Slots.create(folder, 0, [whole("a", torch.randn(4))], "float32")
     slots.stage(1)
     slots.bucket(1)
+    halfway = []
+
+    def copy(_):
+        with pytest.raises(RuntimeError, match="slot of version 1 holds None") as caught:
+            slots.bucket(1)
+        halfway.append(caught)
+
+    slots._views[1] = [SimpleNamespace(copy_=copy)]
     slots.stage(3)
+    assert len(halfway) == 1
     with pytest.raises(RuntimeError, match="slot of version 1 holds 3: it was lapped"):
         slots.bucket(1)
 
