@@ -41,6 +41,9 @@ class Trainer(Actor):
 
         torch.set_num_threads(self._config.threads)
         device = torch.device(self._device)
+        if device.type == "cuda":
+            device = torch.device("cuda", self._rank % torch.cuda.device_count())
+            torch.cuda.set_device(device)
         mesh = None
         if self._config.ranks > 1:
             torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import subprocess
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -166,6 +168,12 @@ def test_shards_of_both_ranks_tile_every_tensor(trained: Path) -> None:
         parts += torch.load(trained / f"uneven-2-{rank}.parts", weights_only=False)
     index = WeightIndex(tuple(parts), {0: 0, 1: 0})  # raises on holes and overlaps
     assert index.by_name().keys() == load_file(trained / "model" / "model.safetensors").keys()
+
+
+def test_the_actor_is_spawned_without_torch() -> None:
+    """A controller that only spawns trainers imports neither torch nor transformers."""
+    code = "import sys, actors.trainer; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 @pytest.mark.slow
