@@ -13,6 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 from monarch.actor import Actor, concurrent_endpoint
 
 from actors import payload
@@ -91,6 +92,18 @@ class _Open:
     """Steps that took it."""
     taken: int | None = None
     """The step that holds it now."""
+    asked: int = -1
+    """Oldest version that its worker was last asked about."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Suspect:
+    """A group in flight that may be too old."""
+
+    ticket: int
+    attempt: int
+    oldest: int
+    """It is, if any of its tokens is of an older version than this."""
 
 
 @dataclass
@@ -135,7 +148,7 @@ class Ledger:
         self._free = free
         self._open: dict[int, _Open] = {}
         self._again: list[_Open] = []
-        self._cancelled: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        self._suspects: dict[int, list[Suspect]] = defaultdict(list)
         self._finished = 0
         self._flat = 0
         """Zero-variance groups dropped on the way to the next batch."""
@@ -186,9 +199,9 @@ class Ledger:
             out.append(entry.lease)
         return out
 
-    def cancelled(self, worker: int) -> list[tuple[int, int]]:
-        """(ticket, attempt) pairs of this worker that nobody wants any more; each is told once."""
-        return self._cancelled.pop(worker, [])
+    def suspects(self, worker: int) -> list[Suspect]:
+        """Groups that this worker should give up if they began too early; each is told once per step."""
+        return self._suspects.pop(worker, [])
 
     @property
     def exhausted(self) -> bool:
@@ -267,25 +280,37 @@ class Ledger:
         )
 
     def _evict(self, step: int) -> None:
-        """End what can no longer be trained within the bound at `step` or later."""
+        """End what can no longer be trained within the bound at `step` or later.
+
+        Of a group in flight only the version at issue is known, and it may have waited for an engine since: its
+        worker is asked. With `mask` its later tokens may still count.
+        """
         bound = self.config.max_staleness
         if bound == -1:
             return
         for entry in self._untaken():
-            if entry.meta is None:
-                # In flight: its first token is at least as new as the version at issue. With `mask` later tokens
-                # may still count.
-                if self.config.stale == "drop" and step - entry.lease.version > bound and entry not in self._again:
-                    self._warn_slow(entry, step - entry.lease.version)
-                    self._drop(entry, "stale")
-            else:
+            if entry.meta is not None:
                 rule = entry.meta.oldest.min if self.config.stale == "drop" else entry.meta.newest.max
                 if step - int(rule()) > bound:
-                    self._warn_slow(entry, int(entry.meta.newest.max() - entry.meta.oldest.min()))
-                    self._drop(entry, "stale")
+                    self._drop_stale(entry, int(entry.meta.newest.max() - entry.meta.oldest.min()), entry.meta.actions)
+            elif self.config.stale == "drop" and entry.asked < step - bound > entry.lease.version:
+                entry.asked = step - bound
+                if entry not in self._again:
+                    lease = entry.lease
+                    suspect = Suspect(ticket=lease.ticket, attempt=lease.attempt, oldest=step - bound)
+                    self._suspects[entry.worker].append(suspect)
 
-    def _warn_slow(self, entry: _Open, span: int) -> None:
-        """A group whose own generation spans more versions than the bound fits no order that drops."""
+    def stale(self, ticket: int, attempt: int, oldest: int, actions: np.ndarray) -> bool:
+        """Record that a worker gave a suspect up: the version of its oldest token and what its members had generated.
+        False if the attempt is not current."""
+        entry = self._current(ticket, attempt)
+        if entry is None:
+            return False
+        self._drop_stale(entry, self.version - oldest, actions)
+        return True
+
+    def _drop_stale(self, entry: _Open, span: int, actions: np.ndarray) -> None:
+        """`span` is how many versions the group's own generation crossed."""
         if span > self.config.max_staleness and "slow" not in self._warned and entry.uses == 0:
             self._warned.add("slow")
             log.warning(
@@ -294,6 +319,10 @@ class Ledger:
                 entry.lease.ticket,
                 self.config.max_staleness,
             )
+        if entry.uses == 0:
+            self._lengths["dropped"][0] += int(actions.sum())
+            self._lengths["dropped"][1] += len(actions)
+        self._drop(entry, "stale")
 
     def _candidates(self) -> list[_Open]:
         """Finished groups in the order in which a step may take them."""
@@ -347,8 +376,6 @@ class Ledger:
         del self._open[entry.lease.ticket]
         if entry in self._again:
             self._again.remove(entry)
-        elif entry.meta is None:
-            self._cancelled[entry.worker].append((entry.lease.ticket, entry.lease.attempt))
         if entry.uses:
             # It was trained at least once: an end by age or by the end of the run does not undo that.
             reason = "trained"
@@ -361,9 +388,6 @@ class Ledger:
             return
         if reason != "trained":
             self._since.rewards.extend(entry.meta.rewards.tolist())
-            if reason == "stale":
-                self._lengths["dropped"][0] += int(entry.meta.actions.sum())
-                self._lengths["dropped"][1] += len(entry.meta.actions)
         self._free(entry.meta)
 
     def counts(self) -> dict[str, int]:
@@ -468,8 +492,8 @@ class LeaseReply:
     """Answer to a worker that asked for work."""
 
     leases: tuple[Lease, ...]
-    cancelled: tuple[tuple[int, int], ...]
-    """(ticket, attempt) pairs to give up."""
+    suspects: tuple[Suspect, ...]
+    """Groups to give up if they are too old."""
     done: bool
     """The run needs nothing more."""
 
@@ -491,16 +515,16 @@ class ReplayBuffer(Actor):
 
     @concurrent_endpoint
     async def lease(self, worker: int, most: int) -> LeaseReply:
-        """Wait for work for this worker: leases, cancellations, or the end."""
+        """Wait for work for this worker: leases, suspects, or the end."""
         ledger = self._ledger
         async with self._changed:
             while True:
                 reply = LeaseReply(
                     leases=tuple(ledger.lease(worker, most)),
-                    cancelled=tuple(ledger.cancelled(worker)),
+                    suspects=tuple(ledger.suspects(worker)),
                     done=ledger.exhausted,
                 )
-                if reply.leases or reply.cancelled or reply.done:
+                if reply.leases or reply.suspects or reply.done:
                     return reply
                 await self._changed.wait()
 
@@ -510,6 +534,12 @@ class ReplayBuffer(Actor):
         accepted = self._ledger.put(meta)
         await self._wake()
         return accepted
+
+    @concurrent_endpoint
+    async def stale(self, ticket: int, attempt: int, oldest: int, actions: np.ndarray) -> None:
+        """Record that a suspect was too old and given up; see `Ledger.stale`."""
+        self._ledger.stale(ticket, attempt, oldest, actions)
+        await self._wake()
 
     @concurrent_endpoint
     async def failed(self, ticket: int, attempt: int) -> None:

@@ -131,7 +131,7 @@ class TrainerConfig:
     microbatch_tokens: int = 8192
     """Most tokens of one packed microbatch; a longer rollout is a microbatch of its own."""
     denominator: Literal["tokens", "sequences"] = "tokens"
-    """What the summed loss is divided by, over all ranks: trainable tokens (also of zero-variance groups) or rollouts."""
+    """What the summed loss is divided by, over all ranks: trainable tokens (zero-variance groups too) or rollouts."""
 
 
 @dataclass(frozen=True, kw_only=True)

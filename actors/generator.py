@@ -116,6 +116,8 @@ class Generator(Actor):
         self._queue: list[Request] = []
         self._abort: list[RequestId] = []
         self._calls: dict[RequestId, _Call] = {}
+        self._began_at: dict[RequestId, int] = {}
+        """Version at which each request in the engine joined it."""
         self._swap: tuple[int, asyncio.Future[float]] | None = None
         self._closing = False
         self._error: Exception | None = None
@@ -172,10 +174,12 @@ class Generator(Actor):
         """Everything that waits for the next pause between forwards; None if there is nothing to do."""
         load = self._swap[0] if self._swap is not None else None
         version = self._engine.version if load is None else load
-        add = [r for r in self._queue if r.min_version <= version]
+        add = [r for r in self._queue if r.min_version <= version][: self._engine.free]
         if load is None and not add and not self._abort and not self._engine.unfinished:
             return None
-        self._queue = [r for r in self._queue if r.min_version > version]
+        joining = {r.id for r in add}
+        self._queue = [r for r in self._queue if r.id not in joining]
+        self._began_at.update(dict.fromkeys(joining, version))
         abort, self._abort = self._abort, []
         self._ticks += 1
         return Tick(index=self._ticks, load=load, abort=abort, add=add)
@@ -220,10 +224,12 @@ class Generator(Actor):
             self._swap[1].set_result(result.stall)
             self._swap = None
         for id, error in result.refused:
+            del self._began_at[id]
             if (call := self._calls.pop(id, None)) is not None:
                 call.fail(error)
         for id, completion in result.finished:
             self._tokens += len(completion.tokens)
+            del self._began_at[id]
             if (call := self._calls.pop(id, None)) is not None:
                 call.finish(id, completion)
 
@@ -252,11 +258,17 @@ class Generator(Actor):
         return CompletionBatch.of([c for c in call.completions if c is not None], load=len(self._calls))
 
     @concurrent_endpoint
-    async def abort(self, ticket: int, attempt: int) -> None:
-        """Stop a group's requests; their callers get the tokens so far, finish `abort`."""
-        queued = [r.id for r in self._queue if (r.id.ticket, r.id.attempt) == (ticket, attempt)]
+    async def abort(self, ticket: int, attempt: int, oldest: int | None = None) -> None:
+        """Stop a group's requests; their callers get the tokens so far, finish `abort`.
+
+        With `oldest`, only if one of them has begun with weights older than that version.
+        """
+        mine = [id for id in self._calls if (id.ticket, id.attempt) == (ticket, attempt)]
+        if oldest is not None and all(self._began_at.get(id, oldest) >= oldest for id in mine):
+            return
+        queued = {r.id for r in self._queue}.intersection(mine)
         self._queue = [r for r in self._queue if r.id not in queued]
-        self._abort += [id for id in self._calls if (id.ticket, id.attempt) == (ticket, attempt) and id not in queued]
+        self._abort += [id for id in mine if id not in queued]
         for id in queued:
             self._calls.pop(id).finish(id, EMPTY)
         self._wake.set()

@@ -28,8 +28,8 @@ CONSOLE = (
 class RunLog:
     """The output folder of one run. Metric names are `<area>/<name>`, values flat floats."""
 
-    def __init__(self, folder: Path, config: Any, steps: int) -> None:
-        """Create the folder and write the resolved settings.
+    def __init__(self, folder: Path, config: Any, steps: int, *, quiet: bool = False) -> None:
+        """Create the folder and write the resolved settings; `quiet` prints nothing.
 
         Raises:
             FileExistsError: the folder holds something already.
@@ -37,7 +37,7 @@ class RunLog:
         if folder.exists() and any(folder.iterdir()):
             raise FileExistsError(f"{folder} exists and is not empty: choose another --output-dir or remove it")
         folder.mkdir(parents=True, exist_ok=True)
-        self.folder, self._steps = folder, steps
+        self.folder, self._steps, self._quiet = folder, steps, quiet
         self.rows: list[dict[str, float]] = []
         self._began = time.perf_counter()
         (folder / "config.json").write_text(json.dumps(plain(config), indent=2) + "\n")
@@ -50,6 +50,8 @@ class RunLog:
         self.rows.append(flat)
         self._file.write(json.dumps({k: v if math.isfinite(v) else None for k, v in flat.items()}) + "\n")
         self._file.flush()
+        if self._quiet:
+            return
         shown = "  ".join(text.format(flat[name]) for name, text in CONSOLE if name in flat)
         print(f"step {flat['step'] + 1:4d}/{self._steps}  {shown}", flush=True)
 

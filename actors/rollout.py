@@ -16,6 +16,7 @@ import numpy as np
 from monarch.actor import Actor, concurrent_endpoint, current_rank
 
 from actors import payload
+from actors.buffer import Suspect
 from actors.environment import Environment, Prompt, Task
 from actors.router import Router
 from actors.tokenizer import Tokenizer
@@ -134,6 +135,14 @@ class EpisodeError(Exception):
     """An environment or its reward raised: this costs the group an attempt, not the run its life."""
 
 
+class _GivenUp(Exception):
+    """The buffer no longer wants the group: it began too early."""
+
+    def __init__(self, completions: list[Completion]) -> None:
+        self.actions = np.array([len(c.tokens) for c in completions], np.int32)
+        self.oldest = min((int(c.versions[0]) for c in completions if len(c.tokens)), default=0)
+
+
 @contextmanager
 def _episode_errors(where: str) -> Iterator[None]:
     try:
@@ -150,7 +159,7 @@ class RolloutWorker(Actor):
         self._play, self._buffer, self._replicas = play, buffer, replicas
         self._index = current_rank().rank
         self._tokenizer = Tokenizer.load(play.model)
-        self._router = Router(len(replicas), fixed=play.fixed_routes, seed=self._index)
+        self._router = Router(len(replicas), fixed=play.fixed_routes)
         self._groups: dict[tuple[int, int], asyncio.Task[None]] = {}
         self._explained = False
 
@@ -161,9 +170,9 @@ class RolloutWorker(Actor):
         async with asyncio.TaskGroup() as tasks:
             while True:
                 reply = await self._buffer.lease.call_one(self._index, self._play.most)
-                for key in reply.cancelled:
-                    if key in self._groups:
-                        self._groups[key].cancel()
+                for suspect in reply.suspects:
+                    if (suspect.ticket, suspect.attempt) in self._groups:
+                        tasks.create_task(self._question(suspect))
                 if reply.done:
                     for task in self._groups.values():
                         task.cancel()
@@ -183,6 +192,11 @@ class RolloutWorker(Actor):
             return None
         return Probe(version=version, handle=payload.write(group, self._play.folder))
 
+    async def _question(self, suspect: Suspect) -> None:
+        """Stop a group's open requests if one of them began too early; the group then gives itself up."""
+        key = (suspect.ticket, suspect.attempt)
+        await self._replicas[self._router.pick(suspect.ticket, key)].abort.call_one(*key, suspect.oldest)
+
     async def _lead(self, lease: Lease) -> None:
         """One group from lease to buffer."""
         replica = self._router.pick(lease.ticket, (lease.ticket, lease.attempt))
@@ -190,6 +204,9 @@ class RolloutWorker(Actor):
             async with asyncio.timeout(self._play.timeout):
                 group = await self._play_group(lease, replica, self._play.group_size)
             handle = payload.write(group, self._play.folder)
+        except _GivenUp as gone:
+            await self._replicas[replica].abort.call_one(lease.ticket, lease.attempt)
+            await self._buffer.stale.call_one(lease.ticket, lease.attempt, gone.oldest, gone.actions)
         except asyncio.CancelledError:
             await self._replicas[replica].abort.call_one(lease.ticket, lease.attempt)
             raise
@@ -266,8 +283,11 @@ class RolloutWorker(Actor):
     async def _generate(self, replica: int, requests: list[Request]) -> list[Completion]:
         self._router.sent(replica, len(requests))
         batch: CompletionBatch = await self._replicas[replica].generate.call_one(RequestBatch.of(requests))
-        self._router.heard(replica, batch.load)
-        return batch.unpack()
+        self._router.answered(replica, len(requests), batch.load)
+        completions = batch.unpack()
+        if "abort" in batch.finishes:
+            raise _GivenUp(completions)
+        return completions
 
     def _encode(self, prompts: list[Prompt]) -> list[np.ndarray]:
         """Token ids of each prompt; equal ones, as the members of a group mostly have, are encoded once."""

@@ -217,10 +217,8 @@ class WeightPublisher(Actor):
         clock = _Clock(self._timeout, version)
         rank = self._own.rank
         bucket, stage_seconds = self._own.bucket(version)
-        async with clock.phase("sum", f"bucket of rank {rank}"):
-            total = await sum_of(bucket)
         async with clock.phase("put", f"bucket of rank {rank}"):
-            await self._sender.put(version, bucket)
+            total, _ = await asyncio.gather(sum_of(bucket), self._sender.put(version, bucket))
         self._own.bucket(version)
         return Publication(
             rank=rank,

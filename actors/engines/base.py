@@ -27,6 +27,11 @@ class Engine(Protocol):
         """Requests added and not yet returned."""
         ...
 
+    @property
+    def free(self) -> int:
+        """Requests that could join now: whoever waits for longer than that waits outside, with fresher weights."""
+        ...
+
     def add(self, request: Request) -> None:
         """Queue a request; it joins between two steps.
 

@@ -79,6 +79,11 @@ class Native:
         """Requests added and not yet returned."""
         return len(self.queue) + int(self.rows["running"].sum())
 
+    @property
+    def free(self) -> int:
+        """Slots that no request runs in or waits for."""
+        return max(0, self.width - self.unfinished)
+
     def add(self, request: Request) -> None:
         """Queue a request, first come first served; a deterministic engine lets it wait for its own slot.
 
@@ -376,14 +381,15 @@ class _Decode(NamedTuple):
     @classmethod
     def at(cls, kv: Tensor, segments: list[tuple[int, int, int]], positions: np.ndarray) -> _Decode:
         kv_heads, longest = kv.shape[3:5]
-        heads = np.arange(len(positions) * kv_heads)
-        last = np.repeat(positions[:, 0], kv_heads)
+        last = torch.from_numpy(np.repeat(positions[:, 0], kv_heads)).to(kv.device)
+        place = torch.arange(longest, device=kv.device)
         spans = []
         for start, end, length in segments:
             start, end = start * kv_heads, end * kv_heads
-            beyond = np.where(np.arange(length) > last[start:end, None], np.float32("-inf"), np.float32(0))
-            spans.append((start, end, length, torch.from_numpy(beyond[:, None]).to(kv.device, kv.dtype)))
-        return cls(kv, torch.from_numpy(heads * longest + last).to(kv.device), spans)
+            beyond = torch.zeros((end - start, 1, length), dtype=kv.dtype, device=kv.device)
+            beyond.masked_fill_(place[:length] > last[start:end, None, None], -torch.inf)
+            spans.append((start, end, length, beyond))
+        return cls(kv, torch.arange(len(last), device=kv.device) * longest + last, spans)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         batch, kv_heads, _, head_dim = key.shape

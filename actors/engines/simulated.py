@@ -67,6 +67,11 @@ class Simulated:
         """Requests added and not yet returned."""
         return len(self.queue) + len(self.running)
 
+    @property
+    def free(self) -> int:
+        """Slots that no request runs in or waits for."""
+        return max(0, self.config.slots - self.unfinished)
+
     def add(self, request: Request) -> None:
         """Queue a request, first come first served.
 

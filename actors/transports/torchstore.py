@@ -91,9 +91,10 @@ class TorchstoreReceiver:
         if rank not in self._buckets:
             self._buckets[rank] = torch.full((nbytes,), 0, dtype=torch.uint8)
         bucket = self._buckets[rank]
-        for number, piece in enumerate(_chunks(nbytes)):
-            chunk = await torchstore.get(_key(rank, version, number), store_name=self._name)
-            await asyncio.to_thread(bucket[piece].copy_, chunk)
+        async with asyncio.TaskGroup() as copies:  # each while the next chunk is fetched
+            for number, piece in enumerate(_chunks(nbytes)):
+                chunk = await torchstore.get(_key(rank, version, number), store_name=self._name)
+                copies.create_task(asyncio.to_thread(bucket[piece].copy_, chunk))
         return bucket
 
 
@@ -120,7 +121,7 @@ def _as_async(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-class AsyncController(Controller):  # type: ignore[misc]
+class AsyncController(Controller):
     """torchstore's controller with async endpoints only.
 
     0.1.2 mixes sync and async endpoints in one class, which Monarch has refused since 0.2. The controller is looked up
@@ -134,7 +135,7 @@ for _name, _member in vars(Controller).items():
         setattr(AsyncController, _name, endpoint(_as_async(_member._method)))
 
 
-class VolumePerRank(TorchStoreStrategy):  # type: ignore[misc]
+class VolumePerRank(TorchStoreStrategy):
     """What the actor of rank i puts goes to volume i."""
 
     @classmethod

@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 
 from actors import payload
-from actors.buffer import LeaseReply
+from actors.buffer import LeaseReply, Suspect
 from actors.environment import Outcome, SingleTurn
 from actors.rollout import Play, RolloutWorker
 from actors.router import Router
@@ -29,12 +29,13 @@ class Replica:
 
     def __init__(self, answers, gate=None):
         self.requests, self.aborted, self.answers, self.gate = [], [], answers, gate
-        self.versions = itertools.count()
+        self.versions, self.asked = itertools.count(), asyncio.Event()
         self.generate, self.abort = Endpoint(self._generate), Endpoint(self._abort)
 
     async def _generate(self, batch):
         requests = batch.unpack()
         self.requests += requests
+        self.asked.set()
         if self.gate is not None:
             await self.gate.wait()
         version = next(self.versions)
@@ -47,20 +48,23 @@ class Replica:
                     tokens=tokens,
                     logprobs=np.full(n, -0.5, np.float32),
                     versions=np.full(n, version, np.int32),
-                    finish="stop",
+                    finish="abort" if self.aborted else "stop",
                 )
             )
         return CompletionBatch.of(out, load=0)
 
-    async def _abort(self, ticket, attempt):
-        self.aborted.append((ticket, attempt))
+    async def _abort(self, *which):
+        self.aborted.append(which)
+        if self.gate is not None:
+            self.gate.set()
 
 
 class Buffer:
     """Gives each lease in turn and records what comes back."""
 
     def __init__(self, replies):
-        self.replies, self.metas, self.failures = list(replies), [], []
+        self.replies, self.metas, self.failures, self.given_up = list(replies), [], [], []
+        self.stale = Endpoint(self._stale)
         self.lease, self.put, self.failed = Endpoint(self._lease), Endpoint(self._put), Endpoint(self._failed)
         self.changed = asyncio.Event()
 
@@ -74,6 +78,10 @@ class Buffer:
         self.metas.append(meta)
         self.changed.set()
 
+    async def _stale(self, ticket, attempt, oldest, actions):
+        self.given_up.append((ticket, attempt, oldest, actions.tolist()))
+        self.changed.set()
+
     async def _failed(self, ticket, attempt):
         self.failures.append((ticket, attempt))
         self.changed.set()
@@ -81,12 +89,12 @@ class Buffer:
 
 async def done(buffer):
     await buffer.changed.wait()
-    return LeaseReply(leases=(), cancelled=(), done=True)
+    return LeaseReply(leases=(), suspects=(), done=True)
 
 
 def leases(*ids):
     return LeaseReply(
-        leases=tuple(Lease(ticket=t, attempt=a, row=t + 100, version=0) for t, a in ids), cancelled=(), done=False
+        leases=tuple(Lease(ticket=t, attempt=a, row=t + 100, version=0) for t, a in ids), suspects=(), done=False
     )
 
 
@@ -197,7 +205,7 @@ def test_an_environment_error_costs_one_attempt_and_is_shown_once(model, caplog)
         while len(buffer.failures) < 2:
             buffer.changed.clear()
             await buffer.changed.wait()
-        return LeaseReply(leases=(), cancelled=(), done=True)
+        return LeaseReply(leases=(), suspects=(), done=True)
 
     buffer.replies[1] = both
     run(worker(model, Task(lambda: SingleTurn(reward=broken)), buffer, [replica]))
@@ -229,23 +237,18 @@ def test_a_dead_generator_ends_the_worker(model):
     assert "the engine has stopped" in repr(error.value.exceptions[0])
 
 
-def test_a_cancelled_group_is_aborted_and_never_put(model):
-    gate = asyncio.Event()
-    replica = Replica({0: [1]}, gate)
+def test_a_suspect_that_the_generator_stops_is_given_up_as_stale(model):
+    replica = Replica({0: [1]}, asyncio.Event())
+    buffer = Buffer([leases((0, 0))])
 
-    async def cancel(buffer):
-        while not replica.requests:
-            await asyncio.sleep(0)
-        return LeaseReply(leases=(), cancelled=((0, 0),), done=False)
+    async def ask(buffer):
+        await replica.asked.wait()
+        return LeaseReply(leases=(), suspects=(Suspect(ticket=0, attempt=0, oldest=3),), done=False)
 
-    async def end(buffer):
-        while not replica.aborted:
-            await asyncio.sleep(0)
-        return LeaseReply(leases=(), cancelled=(), done=True)
-
-    buffer = Buffer([leases((0, 0)), cancel, end])
+    buffer.replies += [ask, done]
     run(worker(model, Task(TwoTurns), buffer, [replica]))
-    assert replica.aborted == [(0, 0)] and not buffer.metas and not buffer.failures
+    assert replica.aborted[0] == (0, 0, 3)
+    assert buffer.given_up == [(0, 0, 0, [1, 1])] and not buffer.metas and not buffer.failures
 
 
 def test_probe_is_none_when_a_swap_came_between(model):
@@ -256,13 +259,17 @@ def test_probe_is_none_when_a_swap_came_between(model):
 
 
 def test_router_is_sticky_prefers_the_light_and_can_be_fixed():
-    router = Router(2)
-    first = router.pick(0, "a")
-    router.sent(first, 16)
-    other = router.pick(1, "b")
-    assert other != first and router.pick(9, "a") == first
-    router.sent(other, 16)
-    router.heard(first, 0)
+    router = Router(3)
+    homes = []
+    for episode in "abc":
+        homes.append(router.pick(0, episode))
+        router.sent(homes[-1], 16)
+    assert sorted(homes) == [0, 1, 2] and [router.pick(9, e) for e in "abc"] == homes
+    router.answered(homes[1], 16, load=5)
+    assert router.pick(3, "d") == homes[1], "it has nothing of ours"
+    router.answered(homes[2], 16, load=2)
+    assert router.pick(4, "e") == homes[2], "neither has, and this one said that it is lighter"
     router.forget("a")
-    assert router.pick(2, "a") == first
+    router.sent(homes[2], 16)
+    assert router.pick(5, "a") == homes[1]
     assert [Router(3, fixed=True).pick(t, "same") for t in (0, 1, 2, 3)] == [0, 1, 2, 0]
