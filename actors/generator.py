@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True, slots=True)
 class Tick:
-    """What every rank of a replica does next, in this order: load, abort, add, step."""
+    """What every rank of a replica does next, in this order: load, abort, add, step. A tick that loads ends there, so
+    that the new version is known at once."""
 
     index: int
     load: int | None = None
@@ -198,7 +199,7 @@ class Generator(Actor):
                 self._engine.add(request)
             except ValueError as error:
                 refused.append((request.id, error))
-        if self._engine.unfinished:
+        if tick.load is None and self._engine.unfinished:
             finished += self._engine.step()
         return _Result(
             finished=finished,

@@ -333,7 +333,7 @@ class Run:
     """Drives a ledger with random workers and a trainer; asserts its promises at every event."""
 
     def __init__(
-        self, config: BufferConfig, *, seed, steps, rows=None, epochs=None, sigma=1.0, fail=0.0, twice=0.0, wait=0.0
+        self, config: BufferConfig, *, seed, steps, rows=None, epochs=None, sigma=1.0, fail=0, twice=0, wait=0
     ):
         self.rng = random.Random(seed)
         self.freed: list[str] = []
