@@ -86,7 +86,7 @@ class TorchstoreReceiver:
         """The bucket, valid until the next get of this rank's.
 
         Raises:
-            KeyError: that version was never stored, or is deleted.
+            ExceptionGroup: of torchstore's KeyError, that version was never stored, or is deleted.
         """
         if rank not in self._buckets:
             self._buckets[rank] = torch.full((nbytes,), 0, dtype=torch.uint8)
