@@ -86,7 +86,13 @@ class RequestBatch:
 
     @classmethod
     def of(cls, requests: Sequence[Request]) -> RequestBatch:
-        """Pack requests that share sampling and version."""
+        """Pack requests that share sampling and version.
+
+        Raises:
+            ValueError: they do not.
+        """
+        if len({(request.sampling, request.min_version) for request in requests}) != 1:
+            raise ValueError("the requests of one call must share sampling and min_version: make several calls")
         prompts, lengths, last = [], [], np.zeros(0, np.int32)
         for request in requests:
             same = bool(prompts) and np.array_equal(request.prompt, last)
