@@ -10,16 +10,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from actors import pretrained
 from actors.config import NativeEngine
 from actors.engines.base import check
 from actors.engines.sampling import draw, uniforms
+from actors.engines.slots import Decode, Prefill, Probe, Slots, attention
 from actors.tokenizer import Tokenizer
 from actors.types import Completion, Finish, Request, RequestId
 from actors.weights import Box
@@ -52,7 +52,7 @@ class Native:
         self.config = config
         self.device = torch.device(device)
         self.tokenizer = Tokenizer.load(folder)
-        pretrained.register_attention(_ATTENTION, _attention)
+        pretrained.register_attention(_ATTENTION, attention)
         self.model = pretrained.load_model(folder, config.dtype, attention=_ATTENTION).to(device)
         self.replicas, self.group_size = replicas, group_size
         self.width = config.slots + (group_size if config.deterministic else 0)
@@ -63,7 +63,7 @@ class Native:
         """Rows that a decode forward computes: all, or those that run."""
         self.segments = [(0, self.width, config.max_length)] if config.deterministic else []
         """Spans of rows of one length class with the length that they attend over."""
-        probe = _Probe()
+        probe = Probe()
         logits = self._forward(np.zeros((1, 1), np.int64), np.zeros((1, 1), np.int64), probe)
         self.kv = torch.zeros(
             (probe.layers, 2, self.width, probe.kv_heads, config.max_length, probe.head_dim),
@@ -88,10 +88,13 @@ class Native:
         """Queue a request, first come first served; a deterministic engine lets it wait for its own slot.
 
         Raises:
-            ValueError: empty prompt, no token to make, prompt + max_tokens beyond `max_length`, or weights older than
-                `min_version`.
+            ValueError: empty prompt, a token that the model lacks, no token to make, prompt + max_tokens beyond
+                `max_length`, or weights older than `min_version`.
         """
         check(request, self.version)
+        known = len(self.ends)
+        if not 0 <= request.prompt.min() <= request.prompt.max() < known:
+            raise ValueError(f"request {tuple(request.id)} has a prompt token that is not among the model's {known}")
         length, new = len(request.prompt), request.sampling.max_tokens
         if length + new > self.config.max_length:
             raise ValueError(
@@ -158,7 +161,7 @@ class Native:
         del self.model, self.kv
 
     @torch.inference_mode()
-    def _forward(self, ids: np.ndarray, positions: np.ndarray, slots: _Slots) -> Tensor:
+    def _forward(self, ids: np.ndarray, positions: np.ndarray, slots: Slots) -> Tensor:
         """Logits [batch, vocabulary] after the last of `ids`, int64 [batch, length]."""
         return self.model(
             input_ids=torch.from_numpy(ids).to(self.device),
@@ -172,7 +175,7 @@ class Native:
         """Feed every running request its last token. Idle slots of a deterministic engine write at 0, to no effect."""
         rows = self.rows[: self.span]
         positions = rows["length"][:, None].copy()
-        logits = self._forward(rows["token"][:, None].copy(), positions, _Decode.at(self.kv, self.segments, positions))
+        logits = self._forward(rows["token"][:, None].copy(), positions, Decode.at(self.kv, self.segments, positions))
         rows["length"] += rows["running"]
         return logits
 
@@ -217,7 +220,7 @@ class Native:
         for prompts, rows, sources in self._prompts(joined):
             positions = np.broadcast_to(np.arange(prompts.shape[1]), prompts.shape).copy()
             where, which = torch.from_numpy(rows).to(self.device), torch.from_numpy(sources).to(self.device)
-            logits[where] = self._forward(prompts, positions, _Prefill(self.kv, where, which))[which]
+            logits[where] = self._forward(prompts, positions, Prefill(self.kv, where, which))[which]
         return logits
 
     def _prompts(self, joined: list[int]) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
@@ -328,100 +331,3 @@ def _row_type(max_length: int) -> np.dtype:
         ],
         align=True,
     )
-
-
-class _Slots(Protocol):
-    """What the model's attention layers see of the cache during one forward."""
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """Store key and value [batch, kv_heads, length, head_dim]; attend with query [batch, heads, length, head_dim].
-
-        Returns [batch, length, heads * head_dim].
-        """
-        ...
-
-
-class _Probe:
-    """Learns the cache's shape from a forward."""
-
-    def __init__(self) -> None:
-        self.layers = self.kv_heads = self.head_dim = 0
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        self.layers, self.kv_heads, self.head_dim = layer + 1, key.shape[1], key.shape[3]
-        return query.transpose(1, 2).flatten(2)
-
-
-class _Prefill(NamedTuple):
-    """Whole prompts into empty slots: row `rows[i]` gets the prompt `sources[i]` of the batch."""
-
-    kv: Tensor
-    rows: Tensor
-    sources: Tensor
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        length = key.shape[2]
-        self.kv[layer, 0][self.rows, :, :length] = key[self.sources]
-        self.kv[layer, 1][self.rows, :, :length] = value[self.sources]
-        out = nn.functional.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
-        )
-        return out.transpose(1, 2).flatten(2)
-
-
-class _Decode(NamedTuple):
-    """One token for each of the first rows."""
-
-    kv: Tensor
-    where: Tensor
-    """int64 [rows * kv_heads]: each token's place in a layer's cache seen as [-1, head_dim]."""
-    spans: list[tuple[int, int, int, Tensor]]
-    """Start and end in rows * kv_heads, length, and what is added to the scores: 0 up to the token, -inf beyond."""
-
-    @classmethod
-    def at(cls, kv: Tensor, segments: list[tuple[int, int, int]], positions: np.ndarray) -> _Decode:
-        kv_heads, longest = kv.shape[3:5]
-        last = torch.from_numpy(np.repeat(positions[:, 0], kv_heads)).to(kv.device)
-        place = torch.arange(longest, device=kv.device)
-        spans = []
-        for start, end, length in segments:
-            start, end = start * kv_heads, end * kv_heads
-            beyond = torch.zeros((end - start, 1, length), dtype=kv.dtype, device=kv.device)
-            beyond.masked_fill_(place[:length] > last[start:end, None, None], -torch.inf)
-            spans.append((start, end, length, beyond))
-        return cls(kv, torch.arange(len(last), device=kv.device) * longest + last, spans)
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        batch, kv_heads, _, head_dim = key.shape
-        keys, values = self.kv[layer, 0].flatten(0, 1), self.kv[layer, 1].flatten(0, 1)
-        for cache, new in ((keys, key), (values, value)):
-            cache.view(-1, head_dim).index_copy_(0, self.where, new.reshape(-1, head_dim))
-        # Heads that share a key are the rows of one small product: plain matrix products beat the fused kernel on CPU.
-        query = query.reshape(batch * kv_heads, -1, head_dim)
-        parts = []
-        for start, end, length, beyond in self.spans:
-            scores = torch.baddbmm(beyond, query[start:end], keys[start:end, :length].transpose(1, 2), alpha=scaling)
-            weights = torch.softmax(scores, -1, dtype=torch.float32).to(scores.dtype)
-            parts.append(torch.bmm(weights, values[start:end, :length]))
-        return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(batch, 1, -1)
-
-
-def _attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float,
-    slots: _Slots,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **_: object,
-) -> tuple[Tensor, None]:
-    """The plug-in for `pretrained.register_attention`."""
-    for name, feature in (("sliding_window", sliding_window), ("softcap", softcap), ("s_aux", s_aux)):
-        if feature is not None:
-            raise NotImplementedError(f"the native engine's attention has no {name}, which this model's layers use")
-    return slots.attend(module.layer_idx, query, key, value, scaling), None
