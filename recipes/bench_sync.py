@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -49,23 +49,22 @@ class BenchTrainer(Actor):
         return self.slots.stage(version)
 
     @endpoint
-    def memcpy(self) -> float:
-        """Seconds of one copy of all tensors into warm memory, tensor by tensor."""
-        begin = time.perf_counter()
+    def memcpy(self) -> tuple[float, float]:
+        """One copy of all tensors into warm memory, tensor by tensor: seconds by the clock and of CPU."""
+        begin, cpu = time.perf_counter(), time.thread_time()
         for target, source in zip(self.copy, self.tensors, strict=True):
             target.copy_(source)
-        return time.perf_counter() - begin
+        return time.perf_counter() - begin, time.thread_time() - cpu
 
     @endpoint
-    def step(self, products: int) -> None:
+    def step(self, products: int, version: int | None = None) -> float:
+        """A training step, staged if it has a version; CPU seconds of the trainer's thread."""
+        begin = time.thread_time()
         for _ in range(products):
             self.left @ self.left
-
-    @endpoint
-    def step_and_stage(self, products: int, version: int) -> None:
-        for _ in range(products):
-            self.left @ self.left
-        self.slots.stage(version)
+        if version is not None:
+            self.slots.stage(version)
+        return time.thread_time() - begin
 
 
 class BenchGenerator(Actor):
@@ -202,7 +201,7 @@ async def shm_rows(bench: Bench, syncing: WeightSync) -> list[dict[str, Any]]:
     totals, blocked, floors, copies, parts = [], [], [], [], []
     for _ in range(REPEATS):
         floors.append(floor())
-        copies.append(await bench.trainer.memcpy.call_one())
+        copies.append((await bench.trainer.memcpy.call_one())[0])
         total, staged, metrics = await bench.push(syncing)
         totals.append(total)
         blocked.append(staged)
@@ -215,32 +214,39 @@ async def shm_rows(bench: Bench, syncing: WeightSync) -> list[dict[str, Any]]:
     ]
 
 
-async def step_row(bench: Bench, syncing: WeightSync) -> dict[str, Any]:
-    """A step of about a second with a push after each, against the step alone plus one copy."""
-    begin = time.perf_counter()
-    await bench.trainer.step.call_one(100)
-    products = max(1, round(100 / (time.perf_counter() - begin)))
+async def step_rows(bench: Bench, syncing: WeightSync) -> list[dict[str, Any]]:
+    """A step of about a second with a push after each, against the step alone plus one copy.
 
-    async def timed(work: Awaitable[Any]) -> float:
+    By the clock, which needs two free cores, and by the CPU time of the trainer's thread, which shows on a busy
+    machine too what the push costs it (caches, memory, the interpreter's lock).
+    """
+    products = round(100 / await bench.trainer.step.call_one(100))
+
+    async def timed(*args: int) -> tuple[float, float]:
         begin = time.perf_counter()
-        await work
-        return time.perf_counter() - begin
+        cpu = await bench.trainer.step.call_one(products, *args)
+        return time.perf_counter() - begin, cpu
 
-    async def with_push() -> None:
+    async def with_push() -> tuple[float, float]:
         bench.version += 1
+        begin = time.perf_counter()
         await syncing.lease(bench.version)
-        await bench.trainer.step_and_stage.call_one(products, bench.version)
+        leased = time.perf_counter() - begin
+        wall, cpu = await timed(bench.version)
         syncing.publish(bench.version)
+        return leased + wall, cpu
 
-    floors, pushed = [], []
+    alone, pushed = [], []
     for _ in range(REPEATS // 2 + 1):
-        alone = await timed(bench.trainer.step.call_one(products))
-        floors.append(alone + await bench.trainer.memcpy.call_one())
+        wall, cpu = await timed()
+        copy_wall, copy_cpu = await bench.trainer.memcpy.call_one()
+        alone.append((wall + copy_wall, cpu + copy_cpu))
         await with_push()
-        pushed.append(await timed(with_push()))  # while the version before is still on its way
-        await syncing.lease(bench.version + 1)
-        await syncing.lease(bench.version + 2)
-    return row("sync/shm/step", pushed, floors, 1.1)
+        pushed.append(await with_push())  # while the version before is on its way
+        for version in (bench.version + 1, bench.version + 2):
+            await syncing.lease(version)
+    names = ("sync/shm/step", "sync/shm/step_cpu")
+    return [row(name, [p[i] for p in pushed], [a[i] for a in alone], 1.1) for i, name in enumerate(names)]
 
 
 async def torchstore_row(bench: Bench, syncing: WeightSync, store: str) -> dict[str, Any]:
@@ -271,7 +277,7 @@ async def measure() -> list[dict[str, Any]]:
             await bench.setup()
             shared = await bench.sync(ShmTransport(folder.path), tasks, "shm")
             found = await shm_rows(bench, shared)
-            found.append(await step_row(bench, shared))
+            found += await step_rows(bench, shared)
             await shared.close()
             stored = await bench.sync(TorchstoreTransport(store), tasks, "torchstore")
             found.append(await torchstore_row(bench, stored, store))
