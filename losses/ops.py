@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
+from torch.nn.functional import linear, nll_loss
 from torch.utils.checkpoint import checkpoint
 
 from losses.inputs import LossInputs, Terms
@@ -45,7 +45,7 @@ def _logprobs_and_entropy(
     logits_TV = linear(hidden_TD, weight_VD)
     precise = torch.promote_types(logits_TV.dtype, torch.float32)
     log_TV = (logits_TV.to(precise) / temperature_T.to(precise)[:, None]).log_softmax(-1)
-    return log_TV.gather(-1, targets_T[:, None])[:, 0], -(log_TV.exp() * log_TV).sum(-1)
+    return -nll_loss(log_TV, targets_T, reduction="none"), -(log_TV.exp() * log_TV).sum(-1)
 
 
 def neutral(inputs: LossInputs) -> LossInputs:

@@ -68,7 +68,7 @@ def train(folder: str, case: str, ranks: int, rank: int, mesh: Any) -> None:
 
     _, objective, settings = CASES[case]
     config = TrainerConfig(**{"ranks": ranks, "lr": 1e-3, "warmup_steps": 1, **settings})
-    backend = HfModel(f"{folder}/model", "float32", torch.device("cpu"), mesh)
+    backend = HfModel(f"{folder}/model", config.dtype, torch.device("cpu"), mesh)
     training = Training(config, backend, objective, group_mean, Kept(backend), total_steps=10, rank=rank)
     with open(f"{folder}/{case}.taken", "rb") as file:
         taken: Taken = torch.load(file, weights_only=False)  # our own file, written by the parent
@@ -177,34 +177,33 @@ def test_the_actor_is_spawned_without_torch() -> None:
 
 
 @pytest.mark.slow
-def test_the_actor_trains_in_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Same loss as one rank; each rank stages its own slot."""
+def test_the_actor_trains_in_two_processes(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With real staging slots, against one rank without the actor; the probe at step 1 reads the slot of version 0."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    model = save_tiny(tmp_path / "model", "qwen3")
-    taken = store(uneven(), str(tmp_path))
+    groups, objective, settings = CASES["uneven"]
+    taken = store(groups, str(tmp_path))
+    config = TrainerConfig(**{"ranks": 2, "lr": 1e-3, "warmup_steps": 1, **settings})
 
-    async def run(ranks: int) -> list[StepReport]:
-        folder = tmp_path / f"run-{ranks}"
-        folder.mkdir()
-        procs = this_host().spawn_procs(per_host={"ranks": ranks})
+    async def run() -> list[list[StepReport]]:
+        procs = this_host().spawn_procs(per_host={"ranks": 2})
         try:
-            if ranks > 1:
-                await setup_torch_elastic_env_async(procs)
-            trainer = procs.spawn("trainer", Trainer, TrainerConfig(ranks=ranks), SyncConfig(), str(folder))
-            await trainer.setup.call(model, DIS(), group_mean, 10)
+            await setup_torch_elastic_env_async(procs)
+            trainer = procs.spawn("trainer", Trainer, config, SyncConfig(), str(tmp_path))
+            await trainer.setup.call(str(trained / "model"), objective, group_mean, 10)
             probe = Probe(version=0, handle=taken.groups[0].handle)
-            await trainer.step.call(taken)
-            reports = await trainer.step.call(replace(taken, step=1), probe)
-            await trainer.save.call(str(folder / "saved"))
+            steps = [await trainer.step.call(replace(taken, step=step), probe) for step in range(2)]
+            await trainer.save.call(str(tmp_path / "saved"))
             await trainer.close.call()
-            return list(reports.values())
+            return [list(reports.values()) for reports in steps]
         finally:
             await procs.stop()
 
-    (one,), two = asyncio.run(run(1)), asyncio.run(run(2))
-    for name in ("policy/loss", "policy/grad_norm", "policy/engine_gap_mean"):
-        assert two[0].metrics[name] == two[1].metrics[name] == pytest.approx(one.metrics[name], rel=1e-4, abs=1e-6)
-    assert one.tokens == sum(r.tokens for r in two) and min(r.tokens for r in two) > 0
-    saved = [load_file(tmp_path / f"run-{ranks}" / "saved" / "model.safetensors") for ranks in (1, 2)]
-    for name, tensor in saved[0].items():
-        torch.testing.assert_close(saved[1][name], tensor, rtol=0, atol=1e-5)
+    for step, (first, second) in enumerate(asyncio.run(run())):
+        one = reports_of(trained, "uneven", 1, 0)[step]
+        for name in ("policy/loss", "policy/grad_norm", "policy/engine_gap_mean"):
+            assert first.metrics[name] == second.metrics[name], name
+            assert first.metrics[name] == pytest.approx(one["metrics"][name], rel=1e-4, abs=1e-6), name
+        assert first.tokens + second.tokens == one["tokens"] and min(first.tokens, second.tokens) > 0
+    start = load_file(trained / "model" / "model.safetensors")
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    assert saved.keys() == start.keys() and all((saved[n] - start[n]).abs().max() > 1e-4 for n in start)
