@@ -26,6 +26,7 @@ from actors.types import (
     Group,
     GroupMeta,
     Lease,
+    PayloadHandle,
     Probe,
     Request,
     RequestBatch,
@@ -94,7 +95,7 @@ class Stream:
         )
 
 
-def meta_of(group: Group, handle: payload.PayloadHandle) -> GroupMeta:
+def meta_of(group: Group, handle: PayloadHandle) -> GroupMeta:
     """What the buffer needs to know of a group."""
     rollouts = group.rollouts
     return GroupMeta(
@@ -179,8 +180,7 @@ class RolloutWorker(Actor):
                     return
                 for lease in reply.leases:
                     key = (lease.ticket, lease.attempt)
-                    self._groups[key] = task = tasks.create_task(self._lead(lease))
-                    task.add_done_callback(lambda _, key=key: self._groups.pop(key))
+                    self._groups[key] = tasks.create_task(self._lead(lease))
 
     @concurrent_endpoint
     async def probe(self, version: int, replica: int, members: int) -> Probe | None:
@@ -221,6 +221,7 @@ class RolloutWorker(Actor):
             await self._buffer.put.call_one(meta_of(group, handle))
         finally:
             self._router.forget((lease.ticket, lease.attempt))
+            del self._groups[lease.ticket, lease.attempt]
 
     async def _play_group(self, lease: Lease, replica: int, members: int) -> Group:
         """All members of a group: the first actions in one call, then each episode at its own pace."""

@@ -93,7 +93,9 @@ class RequestBatch:
         """
         if len({(request.sampling, request.min_version) for request in requests}) != 1:
             raise ValueError("the requests of one call must share sampling and min_version: make several calls")
-        prompts, lengths, last = [], [], np.zeros(0, np.int32)
+        prompts: list[np.ndarray] = []
+        lengths: list[int] = []
+        last = np.zeros(0, np.int32)
         for request in requests:
             same = bool(prompts) and np.array_equal(request.prompt, last)
             if not same:

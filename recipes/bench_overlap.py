@@ -1,4 +1,4 @@
-"""How much of the waiting asynchrony removes: simulated engines and trainer on 16 virtual devices, real actors between.
+"""How much waiting asynchrony removes: simulated engines and trainer on 16 virtual devices, real actors between.
 
 Buffer, rollout workers, generator loops and the recipe's controller are the real ones; a forward and a training step
 only take the time that the latency model says. Synchronous training is colocated: all 16 devices generate, then all 16
@@ -148,7 +148,7 @@ async def run(engine: SimulatedEngine, *, asynchronous: bool, steps: int) -> tup
             for generator in generators:
                 tasks.create_task(wait(generator.run.call_one([])))
             tasks.create_task(wait(workers.run.call()))
-            sync = DirectSync(generators, tasks)
+            sync: Any = DirectSync(generators, tasks)
             summary = await Controller(config, log, buffer, workers, generators, trainer, sync).loop(tasks)
             await asyncio.gather(*(wait(generator.close.call_one()) for generator in generators))
             watch.cancel()
