@@ -27,6 +27,7 @@ from actors.placement import Spot
 from actors.rollout import Play, RolloutWorker
 from actors.shm import RunFolder
 from actors.types import Probe, StepReport, Taken
+from recipes.bench import Result, paired
 from recipes.grpo_async import Config, Controller, wait
 from recipes.tasks.addition import Addition
 
@@ -155,7 +156,7 @@ async def run(engine: SimulatedEngine, *, asynchronous: bool, steps: int) -> tup
     return summary["loop_seconds"], summary["trained_tokens_per_second"] * summary["loop_seconds"]
 
 
-def rows() -> list[dict[str, Any]]:
+def results() -> list[Result]:
     """The rows of `python -m recipes.bench overlap`."""
     out = []
     for name, engine, steps in (("tail", TAILED, 40), ("no_tail", EVEN, 30)):
@@ -163,42 +164,12 @@ def rows() -> list[dict[str, Any]]:
         # Generation and training have the same work, so either is the floor.
         floor = tokens * seconds_per_token(engine) / GENERATORS
         sync_wall, sync_tokens = asyncio.run(run(engine, asynchronous=False, steps=6))
-        speed, sync_speed = tokens / wall, sync_tokens / sync_wall
         note = (
             f"S {STALENESS}, {GENERATORS} + {DEVICES - GENERATORS} devices of {engine.slots} slots, lengths: median "
             f"{engine.median_length}, sigma {engine.sigma}, at most {LONGEST}"
         )
         bar = 1.10 if name == "tail" else None
-        out.append(_row(f"overlap/{name}/wall", wall, "s", floor, wall / floor, bar, note))
-        out.append(
-            _row(
-                f"overlap/{name}/async_over_sync",
-                speed,
-                "trained tokens/s",
-                sync_speed,
-                speed / sync_speed,
-                None,
-                note,
-            )
-        )
+        out.append(paired(f"overlap/{name}/wall", [wall], [floor], bar, note=note))
+        speeds = [tokens / wall], [sync_tokens / sync_wall]
+        out.append(paired(f"overlap/{name}/async_over_sync", *speeds, None, unit="trained tokens/s", note=note))
     return out
-
-
-def _row(
-    name: str, value: float, unit: str, floor: float, ratio: float, bar: float | None, note: str
-) -> dict[str, Any]:
-    return {
-        "name": name,
-        "value": value,
-        "unit": unit,
-        "floor": floor,
-        "ratio": ratio,
-        "bar": bar,
-        "ok": bar is None or ratio <= bar,
-        "note": note,
-    }
-
-
-if __name__ == "__main__":
-    for line in rows():
-        print(line)
