@@ -205,7 +205,7 @@ class Native:
                 self.rows[field][row] = value
             joined.append(row)
             self.span = max(self.span, row + 1)
-        self.queue.extendleft(reversed(waiting))
+        self.queue.extend(waiting)
         return joined
 
     def _fixed_slot(self, request: RequestId) -> int:

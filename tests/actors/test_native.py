@@ -94,6 +94,10 @@ def test_logprobs_equal_the_full_forward(folders, family):
     while engine.unfinished:
         out |= dict(engine.step())
         classes.add(len(engine.segments))
+        for start, end, length in engine.segments:
+            attended = engine.rows["length"][start:end] + 1
+            assert attended.max() == length
+            assert len(set(np.ceil(np.log2(np.maximum(attended, 32))))) == 1
     assert max(classes) >= 3, "no step with several length classes: the test lost its point"
     gaps = np.concatenate([gap(model, r, out[r.id]) for r in requests])
     assert len(gaps) > 500
@@ -167,7 +171,7 @@ def test_members_of_a_group_share_one_prefill(folder, deterministic, expected):
     assert shapes == expected
 
 
-DETERMINISTIC = NativeEngine(slots=6, max_length=48, deterministic=True)
+DETERMINISTIC = NativeEngine(slots=8, max_length=48, deterministic=True)
 
 
 def mixed_work(seed: int) -> list[Request]:
@@ -207,21 +211,21 @@ def test_deterministic_bits_do_not_depend_on_the_schedule(fixed, alone, seed):
 
 
 def test_deterministic_request_waits_for_its_own_slot(fixed):
-    # Of two replicas, tickets 0 and 6 have the slots 0 // 2 * 2 and 6 // 2 * 2, equal modulo 6; ticket 2 another.
-    for ticket in (0, 6, 2):
+    # Of two replicas, tickets 0 and 8 have the slots 0 // 2 * 2 and 8 // 2 * 2, equal modulo 8; ticket 2 another.
+    for ticket in (0, 8, 2):
         fixed.add(request(ticket, [5], max_tokens=3))
     ended = []
     while fixed.unfinished:
         ended.append({i.ticket for i, _ in fixed.step()})
-    assert ended == [set(), set(), {0, 2}, set(), set(), {6}]
+    assert ended == [set(), set(), {0, 2}, set(), set(), {8}]
 
 
-def test_deterministic_probes_have_slots_of_their_own(fixed):
-    for ticket in (0, 2, 4, -1):
+def test_deterministic_slots_hold_a_share_of_the_tickets_and_a_probe(fixed):
+    for ticket in (0, 2, 4, 6, -1):
         for member in range(2):
             fixed.add(request(ticket, [5], member, max_tokens=2))
     assert fixed.step() == []
-    assert len(fixed.step()) == 8
+    assert len(fixed.step()) == 10
 
 
 @pytest.mark.parametrize("family", ["qwen3_tied", "llama"])
