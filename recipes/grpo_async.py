@@ -163,8 +163,8 @@ async def train(config: Config) -> dict[str, float]:
                 ],
                 tasks,
             )
-            await sync.setup()
             stack.push_async_callback(sync.close)
+            await sync.setup()
             watch = tasks.create_task(meshes.watch())
             for generator, lead in zip(generators, leads, strict=True):
                 followers = [generator.slice(ranks=rank) for rank in range(1, config.generator.tp)]

@@ -1,4 +1,4 @@
-"""`python -m recipes.bench sync|overlap|learn [--json]`: measure a subject, exit 1 if a bar is missed."""
+"""`python -m recipes.bench sync|overlap|learn [--json]`: measure a subject; exit 1 if a bar is missed."""
 
 from __future__ import annotations
 
@@ -25,19 +25,16 @@ class Bench:
     """Print a JSON list of rows and nothing else."""
 
 
-def measure(subject: str) -> list[Result]:
+def measure(subject: Literal["sync", "overlap", "learn"]) -> list[Result]:
     """All rows of a subject; its libraries are imported only now."""
-    if subject == "sync":
-        from recipes.bench import sync
-
-        return sync.results()
-    if subject == "overlap":
-        from recipes.bench import overlap
-
-        return overlap.results()
-    from recipes.bench import learn
-
-    return learn.results()
+    match subject:
+        case "sync":
+            from recipes.bench.sync import results
+        case "overlap":
+            from recipes.bench.overlap import results
+        case _:
+            from recipes.bench.learn import results
+    return results()
 
 
 def show(results: list[Result]) -> None:

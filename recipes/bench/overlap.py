@@ -34,7 +34,7 @@ from recipes.tasks.addition import Addition
 DEVICES, GENERATORS = 16, 12
 GROUPS, MEMBERS = 32, 8
 """As many rollouts a step as all devices together have slots: the synchronous baseline runs full."""
-STALENESS = 4
+STALENESS = 8
 LONGEST = 256
 TAILED = SimulatedEngine(slots=16, base=0.02, per_request=0.0004, median_length=32, sigma=0.99)
 """p99 of the lengths is 10 x their median, cut at LONGEST."""
@@ -102,8 +102,8 @@ def seconds_per_token(engine: SimulatedEngine) -> float:
     return (engine.base + engine.per_request * engine.slots) / engine.slots
 
 
-async def run(engine: SimulatedEngine, *, asynchronous: bool, steps: int) -> tuple[float, float]:
-    """Seconds and trained tokens of a run."""
+async def run(engine: SimulatedEngine, *, asynchronous: bool, steps: int) -> tuple[float, float, float]:
+    """Seconds, trained tokens and dropped share of a run."""
     replicas = GENERATORS if asynchronous else DEVICES
     trainers = DEVICES - GENERATORS if asynchronous else DEVICES
     # Equal work on both sides of the asynchronous split.
@@ -153,20 +153,21 @@ async def run(engine: SimulatedEngine, *, asynchronous: bool, steps: int) -> tup
             summary = await Controller(config, log, buffer, workers, generators, trainer, sync).loop(tasks)
             await asyncio.gather(*(wait(generator.close.call_one()) for generator in generators))
             watch.cancel()
-    return summary["loop_seconds"], summary["trained_tokens_per_second"] * summary["loop_seconds"]
+    seconds = summary["loop_seconds"]
+    return seconds, summary["trained_tokens_per_second"] * seconds, summary["dropped"] / summary["issued"]
 
 
 def results() -> list[Result]:
     """The rows of `python -m recipes.bench overlap`."""
     out = []
-    for name, engine, steps in (("tail", TAILED, 40), ("no_tail", EVEN, 30)):
-        wall, tokens = asyncio.run(run(engine, asynchronous=True, steps=steps))
+    for name, engine, steps in (("tail", TAILED, 80), ("no_tail", EVEN, 40)):
+        wall, tokens, dropped = asyncio.run(run(engine, asynchronous=True, steps=steps))
         # Generation and training have the same work, so either is the floor.
         floor = tokens * seconds_per_token(engine) / GENERATORS
-        sync_wall, sync_tokens = asyncio.run(run(engine, asynchronous=False, steps=6))
+        sync_wall, sync_tokens, _ = asyncio.run(run(engine, asynchronous=False, steps=6))
         note = (
             f"S {STALENESS}, {GENERATORS} + {DEVICES - GENERATORS} devices of {engine.slots} slots, lengths: median "
-            f"{engine.median_length}, sigma {engine.sigma}, at most {LONGEST}"
+            f"{engine.median_length}, sigma {engine.sigma}, at most {LONGEST}; dropped {dropped:.1%}"
         )
         bar = 1.10 if name == "tail" else None
         out.append(paired(f"overlap/{name}/wall", [wall], [floor], bar, note=note))

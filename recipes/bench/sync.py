@@ -1,6 +1,6 @@
 """How long a version takes from the trainer to the engine, beside what the memory of this machine allows.
 
-`python -m recipes.bench_sync` prints one row per claim. Every floor is measured in the same process, between the
+Every floor is measured in the same process, between the
 repeats of what it bounds: on a shared machine only ratios mean something.
 """
 
@@ -10,7 +10,6 @@ import asyncio
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +24,7 @@ from actors.transports.base import Transport
 from actors.transports.shm import ShmTransport
 from actors.transports.torchstore import CHUNK, TorchstoreTransport
 from actors.weights import Box, Shard
+from recipes.bench import Result, paired
 
 TENSORS, ROWS, COLUMNS = 100, 1250, 1000
 """100 float32 tensors of 5 MB."""
@@ -177,24 +177,7 @@ def write_and_read() -> Callable[[], float]:
     return measure
 
 
-def row(name: str, values: list[float], floors: list[float], bar: float) -> dict[str, Any]:
-    """One claim in seconds: a value is at most `bar` times the floor measured beside it.
-
-    The ratio is the median of the pairs' ratios: other work on the machine slows both sides of a pair.
-    """
-    ratio = statistics.median(value / floor for value, floor in zip(values, floors, strict=True))
-    return {
-        "name": name,
-        "value": statistics.median(values),
-        "unit": "s",
-        "floor": statistics.median(floors),
-        "ratio": ratio,
-        "bar": bar,
-        "ok": ratio <= bar,
-    }
-
-
-async def shm_rows(bench: Bench, syncing: WeightSync) -> list[dict[str, Any]]:
+async def shm_rows(bench: Bench, syncing: WeightSync) -> list[Result]:
     floor = write_and_read()
     for _ in range(3):  # first touch of both slots and maps
         await bench.push(syncing)
@@ -206,15 +189,15 @@ async def shm_rows(bench: Bench, syncing: WeightSync) -> list[dict[str, Any]]:
         totals.append(total)
         blocked.append(staged)
         parts.append(metrics)
-    for key in ("sync/push", "sync/pull", "sync/stall"):
-        print(f"  shm {key} {statistics.median(p[key] for p in parts):.3f} s")
+    keys = ("sync/push", "sync/pull", "sync/stall")
+    note = "500 MB in 100 tensors: " + ", ".join(f"{k} {statistics.median(p[k] for p in parts):.3f} s" for k in keys)
     return [
-        row("sync/shm/total", totals, floors, 2.0),
-        row("sync/shm/trainer_blocked", blocked, copies, 1.2),
+        paired("sync/shm/total", totals, floors, 2.0, note=note),
+        paired("sync/shm/trainer_blocked", blocked, copies, 1.2),
     ]
 
 
-async def step_rows(bench: Bench, syncing: WeightSync) -> list[dict[str, Any]]:
+async def step_rows(bench: Bench, syncing: WeightSync) -> list[Result]:
     """A step of about a second with a push after each, against the step alone plus one copy.
 
     By the clock, which needs two free cores, and by the CPU time of the trainer's thread, which shows on a busy
@@ -246,10 +229,10 @@ async def step_rows(bench: Bench, syncing: WeightSync) -> list[dict[str, Any]]:
         for version in (bench.version + 1, bench.version + 2):
             await syncing.lease(version)
     names = ("sync/shm/step", "sync/shm/step_cpu")
-    return [row(name, [p[i] for p in pushed], [a[i] for a in alone], 1.1) for i, name in enumerate(names)]
+    return [paired(name, [p[i] for p in pushed], [a[i] for a in alone], 1.1) for i, name in enumerate(names)]
 
 
-async def torchstore_row(bench: Bench, syncing: WeightSync, store: str) -> dict[str, Any]:
+async def torchstore_row(bench: Bench, syncing: WeightSync, store: str) -> Result:
     writer = bench.trainers.spawn("raw-writer", RawStore, store)
     reader = bench.generators.spawn("raw-reader", RawStore, store)
     nbytes = TENSORS * ROWS * COLUMNS * 4
@@ -264,10 +247,10 @@ async def torchstore_row(bench: Bench, syncing: WeightSync, store: str) -> dict[
         if repeat:  # the first touches new pages everywhere
             totals.append(total)
             floors.append(raw)
-    return row("sync/torchstore/total", totals, floors, 1.15)
+    return paired("sync/torchstore/total", totals, floors, 1.15)
 
 
-async def measure() -> list[dict[str, Any]]:
+async def measure() -> list[Result]:
     """All rows, on processes of their own."""
     folder = shm.RunFolder.create(3 * TENSORS * ROWS * COLUMNS * 4)
     store = "bench_store"
@@ -287,15 +270,6 @@ async def measure() -> list[dict[str, Any]]:
     return found
 
 
-def rows() -> list[dict[str, Any]]:
-    """Each claim as {name, value, unit, floor, ratio, bar, ok}: value is at most bar x floor where ok."""
+def results() -> list[Result]:
+    """The rows of `python -m recipes.bench sync`."""
     return asyncio.run(measure())
-
-
-if __name__ == "__main__":
-    for found in rows():
-        verdict = "ok" if found["ok"] else "MISSED"
-        print(
-            f"{found['name']:28} {found['value']:.3f} {found['unit']}  floor {found['floor']:.3f}  "
-            f"ratio {found['ratio']:.2f} (bar {found['bar']:g})  {verdict}"
-        )
