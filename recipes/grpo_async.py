@@ -115,10 +115,10 @@ async def train(config: Config) -> dict[str, float]:
     config = resolve(config)
     assert config.model is not None
     placement = plan(config.generator, config.trainer, config.rollout)
-    log = RunLog(config.output_dir or default_folder("grpo_async"), config, config.steps)
     async with contextlib.AsyncExitStack() as stack:
         folder = RunFolder.create(room_for(config))
         stack.callback(folder.close)
+        log = RunLog(config.output_dir or default_folder("grpo_async"), config, config.steps)
         transport = make_transport(config.sync.transport, folder.path)
         meshes = await stack.enter_async_context(Meshes())
         buffer = meshes.spawn(placement.buffer).spawn(
