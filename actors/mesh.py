@@ -38,23 +38,26 @@ class Meshes:
     """All process meshes of a run, as an async context: leaving it stops them, newest first.
 
     Monarch calls one module-level hook for a death that no actor handles; the default one does not wake an idle
-    controller. While this context is open the hook ends `watch` with the cause.
+    controller, but interrupts whatever its main thread does later. Here the hook ends `watch` with the cause. It stays
+    in place after the context: Monarch may report a death late, and that must not end a program that went on.
     """
 
     async def __aenter__(self) -> Meshes:
         self._meshes: dict[str, Any] = {}
         self._stopping = False
         self._fault: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._hook = monarch.actor.unhandled_fault_hook
         monarch.actor.unhandled_fault_hook = partial(self._died, asyncio.get_running_loop())
         return self
 
     def _died(self, loop: asyncio.AbstractEventLoop, failure: Any) -> None:
         # Called on Monarch's thread, once per actor of the dead process.
-        loop.call_soon_threadsafe(self._record, str(failure))
+        if self._stopping:
+            log.debug("a process of a run that is over died: %s", failure)
+        else:
+            loop.call_soon_threadsafe(self._record, str(failure))
 
     def _record(self, failure: str) -> None:
-        if not self._stopping and not self._fault.done():
+        if not self._fault.done():
             self._fault.set_result(failure)
 
     async def watch(self) -> None:
@@ -82,7 +85,6 @@ class Meshes:
     async def __aexit__(self, *_: object) -> None:
         self._stopping = True
         await asyncio.gather(*(self._stop(name, mesh) for name, mesh in reversed(self._meshes.items())))
-        monarch.actor.unhandled_fault_hook = self._hook
 
     async def _stop(self, name: str, mesh: Any) -> None:
         try:

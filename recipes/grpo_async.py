@@ -291,6 +291,14 @@ def _busy(new: list[Stats], old: list[Stats]) -> float:
     return sum(n.busy - o.busy for n, o in pairs) / max(sum(n.alive - o.alive for n, o in pairs), 1e-9)
 
 
+def cause(error: BaseException) -> str:
+    """One line on the first error of a group."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+
+
 SHOWN = (
     "reward_first5",
     "reward_last10",
@@ -309,6 +317,9 @@ def main() -> None:
         summary = asyncio.run(train(config))
     except (ValueError, OSError) as error:
         sys.exit(f"grpo_async: {error}")
+    except BaseExceptionGroup as group:
+        print(f"grpo_async: {cause(group)}", file=sys.stderr)
+        raise
     print("  ".join(f"{name} {summary[name]:.3g}" for name in SHOWN if name in summary))
 
 
