@@ -16,8 +16,8 @@ import numpy as np
 from monarch.actor import Actor, concurrent_endpoint, current_rank
 
 from actors import payload
-from actors.buffer import Suspect
 from actors.environment import Environment, Prompt, Task
+from actors.ledger import Suspect
 from actors.router import Router
 from actors.tokenizer import Tokenizer
 from actors.types import (

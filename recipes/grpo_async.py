@@ -20,7 +20,7 @@ import tyro
 from monarch.spmd import setup_torch_elastic_env_async
 
 from actors import payload
-from actors.buffer import ReplayBuffer, admission
+from actors.buffer import ReplayBuffer
 from actors.config import (
     BufferConfig,
     GeneratorConfig,
@@ -31,6 +31,7 @@ from actors.config import (
     TrainerConfig,
 )
 from actors.generator import Generator, Stats
+from actors.ledger import admission
 from actors.mesh import Meshes
 from actors.metrics import RunLog, default_folder
 from actors.placement import plan

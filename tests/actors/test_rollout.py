@@ -10,8 +10,9 @@ import pytest
 import tokenizers
 
 from actors import payload
-from actors.buffer import LeaseReply, Suspect
+from actors.buffer import LeaseReply
 from actors.environment import Outcome, SingleTurn
+from actors.ledger import Suspect
 from actors.rollout import Play, RolloutWorker
 from actors.router import Router
 from actors.types import Completion, CompletionBatch, Lease, Sampling, derive_seed

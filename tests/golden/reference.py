@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from actors.buffer import RowOrder
 from actors.config import Sampling, TrainerConfig
 from actors.engines.sampling import draw, uniforms
+from actors.ledger import RowOrder
 from actors.pretrained import load_model
 from actors.tokenizer import Tokenizer
 from actors.types import derive_seed

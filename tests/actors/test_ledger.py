@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.buffer import Ledger, RowOrder, Suspect, admission
 from actors.config import BufferConfig
+from actors.ledger import Ledger, RowOrder, Suspect, admission
 from actors.types import GroupMeta, Lease, PayloadHandle
 
 

@@ -1,0 +1,481 @@
+"""The replay buffer's books as a plain object: tickets, orders, bounds and accounting, free of time and tasks.
+
+It holds what is known of each group and never a token. `actors.buffer` is the actor around it.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from actors.config import BufferConfig
+from actors.types import GroupMeta, Lease, Taken
+
+log = logging.getLogger(__name__)
+
+DROP_REASONS = ("stale", "zero_variance", "failed", "end")
+
+
+def admission(config: BufferConfig) -> int | None:
+    """Most open tickets, (A + 1) * P; None is no bound.
+
+    A is how many steps of work may be open ahead of the trainer. Born fresh and taken within A steps, a group is at
+    most A versions old; with `window` a group may wait ceil((W - 1) / P) steps longer, which A gives up in advance.
+
+    Raises:
+        ValueError: the settings contradict each other.
+    """
+    c = config
+    if c.groups_per_step < 1 or c.reuse < 1 or c.attempts < 1 or c.refill_cap < 1:
+        raise ValueError("buffer: groups_per_step, reuse, attempts and refill_cap must be at least 1")
+    if c.max_staleness < -1 or (c.depth is not None and c.depth < -1):
+        raise ValueError("buffer: max_staleness and depth are -1 (no bound) or at least 0")
+    allowed = None if c.max_staleness == -1 else c.max_staleness
+    if c.order == "window":
+        if c.window < 1:
+            raise ValueError("buffer: window must be at least 1")
+        wait = -(-(c.window - 1) // c.groups_per_step)
+        if allowed is not None:
+            allowed -= wait
+            if allowed < 0:
+                raise ValueError(
+                    f"buffer: window {c.window} can delay a group by {wait} steps, more than max_staleness "
+                    f"{c.max_staleness}; use a window of at most {c.max_staleness * c.groups_per_step + 1}"
+                )
+        if allowed is not None and c.depth is not None and not 0 <= c.depth <= allowed:
+            raise ValueError(f"buffer: order window never drops, so depth must lie in 0..{allowed}, not {c.depth}")
+    if c.depth is not None:
+        allowed = None if c.depth == -1 else c.depth
+    return None if allowed is None else (allowed + 1) * c.groups_per_step
+
+
+class RowOrder:
+    """Which dataset row a ticket names: a seeded shuffle per epoch, so the data position is the ticket number."""
+
+    def __init__(self, rows: int | None, seed: int) -> None:
+        """`rows` None is an endless dataset: ticket i names row i."""
+        self._rows, self._seed = rows, seed
+        self._epoch, self._shuffle = -1, list[int]()
+
+    def __call__(self, ticket: int) -> int:
+        if self._rows is None:
+            return ticket
+        epoch, at = divmod(ticket, self._rows)
+        if epoch != self._epoch:
+            self._shuffle = list(range(self._rows))
+            random.Random(f"{self._seed}/epoch/{epoch}").shuffle(self._shuffle)
+            self._epoch = epoch
+        return self._shuffle[at]
+
+
+@dataclass(eq=False)
+class _Open:
+    """A ticket between issue and end."""
+
+    lease: Lease
+    worker: int
+    meta: GroupMeta | None = None
+    finished_as: int = -1
+    """Place in completion order."""
+    uses: int = 0
+    """Steps that took it."""
+    taken: int | None = None
+    """The step that holds it now."""
+    asked: int = -1
+    """Oldest version that its worker was last asked about."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Suspect:
+    """A group in flight that may be too old."""
+
+    ticket: int
+    attempt: int
+    oldest: int
+    """It is, if any of its tokens is of an older version than this."""
+
+
+@dataclass
+class _Since:
+    """What ended since the last take."""
+
+    rewards: list[float] = field(default_factory=list)
+    dropped: Counter[str] = field(default_factory=Counter)
+
+
+class Ledger:
+    """Tickets, their attempts and their ends.
+
+    A ticket is issued once per attempt, finished by `put`, taken by a step and closed when the generators hold the
+    weights that the step produced; or dropped with a reason. Its slot returns in every case, and
+    issued = trained + dropped + open at any moment.
+    """
+
+    def __init__(
+        self,
+        config: BufferConfig,
+        *,
+        steps: int,
+        rows: int | None = None,
+        epochs: int | None = None,
+        seed: int = 0,
+        free: Callable[[GroupMeta], None] = lambda meta: None,
+    ) -> None:
+        """`rows` and `epochs` bound the data (None: endless); `free` is called once per payload that is not needed
+        any more."""
+        self.config = config
+        self.capacity = admission(config)
+        self.version = 0
+        self.issued = 0
+        self.trained = 0
+        self.dropped: Counter[str] = Counter(dict.fromkeys(DROP_REASONS, 0))
+        self.ignored = 0
+        """Results of stale attempts: duplicates and late answers."""
+        self._steps, self._next_step = steps, 0
+        self._tickets = None if rows is None or epochs is None else rows * epochs
+        self._row = RowOrder(rows, seed)
+        self._free = free
+        self._open: dict[int, _Open] = {}
+        self._again: list[_Open] = []
+        self._suspects: dict[int, list[Suspect]] = defaultdict(list)
+        self._finished = 0
+        self._flat = 0
+        """Zero-variance groups dropped on the way to the next batch."""
+        self._ended = False
+        self._since = _Since()
+        self._lengths: dict[str, list[int]] = {"dropped": [0, 0], "trained": [0, 0]}
+        self._warned: set[str] = set()
+
+    # Issue
+
+    @property
+    def open(self) -> int:
+        """Tickets issued and not ended."""
+        return len(self._open)
+
+    def _untaken(self) -> list[_Open]:
+        return [t for t in self._open.values() if t.taken is None]
+
+    def _wants_more(self) -> bool:
+        if self._tickets is not None and self.issued >= self._tickets:
+            return False
+        if self.capacity is not None and self.open >= self.capacity:
+            return False
+        steps_left = self._steps - self._next_step
+        usable = [self.config.reuse - t.uses for t in self._open.values() if t.uses < self.config.reuse]
+        needed = steps_left * self.config.groups_per_step
+        if self.config.zero_variance == "filter":
+            needed -= self._flat
+        return sum(usable) < needed or (steps_left > 0 and len(usable) < self.config.groups_per_step)
+
+    def lease(self, worker: int, most: int) -> list[Lease]:
+        """Up to `most` leases for this worker: groups to try again first, then new tickets."""
+        out: list[Lease] = []
+        while len(out) < most:
+            if self._again:
+                entry = self._again.pop(0)
+                entry.worker = worker
+                entry.lease = replace(entry.lease, version=self.version)
+            elif self._wants_more():
+                ticket = self.issued
+                self.issued += 1
+                entry = _Open(
+                    Lease(ticket=ticket, attempt=0, row=self._row(ticket), version=self.version), worker=worker
+                )
+                self._open[ticket] = entry
+            else:
+                break
+            out.append(entry.lease)
+        return out
+
+    def suspects(self, worker: int) -> list[Suspect]:
+        """Groups that this worker should give up if they began too early; each is told once per step."""
+        return self._suspects.pop(worker, [])
+
+    @property
+    def exhausted(self) -> bool:
+        """The last batch was taken: no lease will be given again."""
+        return self._ended
+
+    # Finish
+
+    def _current(self, ticket: int, attempt: int) -> _Open | None:
+        entry = self._open.get(ticket)
+        if entry is None or entry.lease.attempt != attempt or entry.meta is not None or entry in self._again:
+            self.ignored += 1
+            return None
+        return entry
+
+    def put(self, meta: GroupMeta) -> bool:
+        """Record a finished group; False (and the payload freed) if its attempt is not the current one."""
+        entry = self._current(meta.ticket, meta.attempt)
+        if entry is None:
+            self._free(meta)
+            return False
+        entry.meta = meta
+        entry.finished_as = self._finished
+        self._finished += 1
+        return True
+
+    def failed(self, ticket: int, attempt: int) -> bool:
+        """Record a failed attempt; the ticket is tried again or dropped. False if the attempt is not current."""
+        entry = self._current(ticket, attempt)
+        if entry is None:
+            return False
+        if attempt + 1 >= self.config.attempts:
+            self._again.append(entry)
+            self._drop(entry, "failed")
+        else:
+            entry.lease = replace(entry.lease, attempt=attempt + 1)
+            self._again.append(entry)
+        return True
+
+    # Take
+
+    def take(self, step: int) -> Taken | None:
+        """The groups of `step`, or None while they are not there yet.
+
+        Too old groups are ended first, so that every group returned keeps the bound. A batch is short when the data
+        ended, when `filter` removed groups, or when `refill` reached its cap.
+        """
+        if step != self._next_step:
+            raise ValueError(f"buffer: step {step} taken out of order, next is {self._next_step}")
+        self._evict(step)
+        p, zero = self.config.groups_per_step, self.config.zero_variance
+        most = p * self.config.refill_cap if zero == "refill" else p
+        chosen: list[_Open] = []
+        for entry in self._candidates():
+            if len(chosen) == p or self._flat + len(chosen) == most:
+                break
+            if zero != "keep" and _zero_variance(entry):
+                self._drop(entry, "zero_variance")
+                self._flat += 1
+            else:
+                chosen.append(entry)
+        full = len(chosen) == p or self._flat + len(chosen) == most
+        if not full and not self._drained():
+            return None
+        self._flat = 0
+        return self._close_take(step, sorted(chosen, key=lambda t: t.lease.ticket))
+
+    def _drained(self) -> bool:
+        """The data ended and every group that can still come is here."""
+        return (
+            self._tickets is not None
+            and self.issued >= self._tickets
+            and all(
+                t.meta is not None if t.taken is None else t.uses >= self.config.reuse for t in self._open.values()
+            )
+        )
+
+    def _evict(self, step: int) -> None:
+        """End what can no longer be trained within the bound at `step` or later.
+
+        Of a group in flight only the version at issue is known, and it may have waited for an engine since: its
+        worker is asked. With `mask` its later tokens may still count.
+        """
+        bound = self.config.max_staleness
+        if bound == -1:
+            return
+        for entry in self._untaken():
+            if entry.meta is not None:
+                rule = entry.meta.oldest.min if self.config.stale == "drop" else entry.meta.newest.max
+                if step - int(rule()) > bound:
+                    self._drop_stale(entry, int(entry.meta.newest.max() - entry.meta.oldest.min()), entry.meta.actions)
+            elif self.config.stale == "drop" and entry.asked < step - bound > entry.lease.version:
+                entry.asked = step - bound
+                if entry not in self._again:
+                    lease = entry.lease
+                    suspect = Suspect(ticket=lease.ticket, attempt=lease.attempt, oldest=step - bound)
+                    self._suspects[entry.worker].append(suspect)
+
+    def stale(self, ticket: int, attempt: int, oldest: int, actions: np.ndarray) -> bool:
+        """Record that a worker gave a suspect up: the version of its oldest token and what its members had generated.
+        False if the attempt is not current."""
+        entry = self._current(ticket, attempt)
+        if entry is None:
+            return False
+        self._drop_stale(entry, self.version - oldest, actions)
+        return True
+
+    def _drop_stale(self, entry: _Open, span: int, actions: np.ndarray) -> None:
+        """`span` is how many versions the group's own generation crossed."""
+        if span > self.config.max_staleness and "slow" not in self._warned and entry.uses == 0:
+            self._warned.add("slow")
+            log.warning(
+                "ticket %d needed more than max_staleness = %d versions to generate, so it can never be trained; "
+                "--buffer.order window waits for such groups, or raise --buffer.max-staleness",
+                entry.lease.ticket,
+                self.config.max_staleness,
+            )
+        if entry.uses == 0:
+            self._lengths["dropped"][0] += int(actions.sum())
+            self._lengths["dropped"][1] += len(actions)
+        self._drop(entry, "stale")
+
+    def _candidates(self) -> list[_Open]:
+        """Finished groups in the order in which a step may take them."""
+        untaken = sorted(self._untaken(), key=lambda t: t.lease.ticket)
+        finished = [t for t in untaken if t.meta is not None]
+        match self.config.order:
+            case "oldest":
+                return finished
+            case "finish":
+                return sorted(finished, key=lambda t: t.finished_as)
+            case "freshest":
+                return sorted(finished, key=lambda t: (-_meta(t).oldest.min(), t.lease.ticket))
+            case "fifo" | "window":
+                reach = 1 if self.config.order == "fifo" else self.config.window
+                return within_window([t.lease.ticket for t in untaken], finished, reach)
+
+    def _close_take(self, step: int, chosen: list[_Open]) -> Taken:
+        metas = [_meta(t) for t in chosen]
+        for entry in chosen:
+            entry.taken = step
+            entry.uses += 1
+        self._next_step = step + 1
+        self._ended = self._next_step >= self._steps or (self._drained() and not self._untaken())
+        if self._ended:
+            for entry in self._untaken():
+                self._drop(entry, "trained" if entry.uses else "end")
+        return Taken(
+            step=step,
+            groups=tuple(metas),
+            max_staleness=self.config.max_staleness
+            if self.config.stale == "mask" and self.config.max_staleness >= 0
+            else None,
+            metrics=self._metrics(step, metas),
+            last=self._ended,
+        )
+
+    # End
+
+    def announce(self, version: int) -> None:
+        """The generators hold `version`: close the tickets that were trained on the way to it."""
+        self.version = max(self.version, version)
+        for entry in list(self._open.values()):
+            if entry.taken is None or entry.taken >= version:
+                continue
+            if entry.uses < self.config.reuse and self._next_step < self._steps:
+                entry.taken = None
+            else:
+                self._drop(entry, "trained")
+
+    def _drop(self, entry: _Open, reason: str) -> None:
+        del self._open[entry.lease.ticket]
+        if entry in self._again:
+            self._again.remove(entry)
+        if entry.uses:
+            # It was trained at least once: an end by age or by the end of the run does not undo that.
+            reason = "trained"
+        if reason == "trained":
+            self.trained += 1
+        else:
+            self.dropped[reason] += 1
+            self._since.dropped[reason] += 1
+        if entry.meta is None:
+            return
+        if reason != "trained":
+            self._since.rewards.extend(entry.meta.rewards.tolist())
+        self._free(entry.meta)
+
+    def counts(self) -> dict[str, int]:
+        """issued = trained + dropped + open, and what was ignored."""
+        return {
+            "issued": self.issued,
+            "trained": self.trained,
+            "dropped": sum(self.dropped.values()),
+            "open": self.open,
+            "ignored": self.ignored,
+            **{f"dropped_{reason}": n for reason, n in self.dropped.items()},
+        }
+
+    def waiting_for(self, step: int) -> str:
+        """One line on why `step` has no batch yet."""
+        untaken = self._untaken()
+        flying = [t.lease.ticket for t in untaken if t.meta is None]
+        return (
+            f"step {step} has {len(untaken) - len(flying)} finished groups of {self.config.groups_per_step}; "
+            f"{len(flying)} are in flight (oldest ticket {min(flying, default=None)}), {len(self._again)} wait to be "
+            f"tried again, {self.open} of {self.capacity} slots are open, the generators hold version {self.version}"
+        )
+
+    def _metrics(self, step: int, metas: list[GroupMeta]) -> dict[str, float]:
+        trained = [r for m in metas for r in m.rewards.tolist()]
+        actions = [n for m in metas for n in m.actions.tolist()]
+        ages = [step - v for m in metas for v in m.oldest.tolist() if v >= 0]
+        self._lengths["trained"][0] += sum(actions)
+        self._lengths["trained"][1] += len(actions)
+        closed = self._since.rewards + trained
+        untaken = self._untaken()
+        out = {
+            "reward/mean": _mean(closed),
+            "reward/trained": _mean(trained),
+            "reward/zero_variance": _mean([float(m.rewards.min() == m.rewards.max()) for m in metas]),
+            "rollout/length": _mean(actions),
+            "rollout/length_max": float(max(actions, default=0)),
+            "rollout/truncated": _mean([float(t) for m in metas for t in m.truncated.tolist()]),
+            "staleness/mean": _mean(ages),
+            "staleness/max": float(max(ages, default=0)),
+            "staleness/dropped": float(self._since.dropped["stale"]),
+            "staleness/dropped_length_ratio": self._length_ratio(),
+            "buffer/open": float(self.open),
+            "buffer/ready": float(sum(t.meta is not None for t in untaken)),
+            "buffer/in_flight": float(sum(t.meta is None for t in untaken)),
+            "buffer/groups": float(len(metas)),
+        }
+        out.update({f"buffer/dropped_{reason}": float(self._since.dropped[reason]) for reason in DROP_REASONS})
+        self._since = _Since()
+        return out
+
+    def _length_ratio(self) -> float:
+        """Mean length of stale groups over mean length of trained ones, since the start; 0 with none dropped."""
+        (dropped, n), (trained, m) = self._lengths["dropped"], self._lengths["trained"]
+        if not n or not trained:
+            return 0.0
+        ratio = (dropped / n) / (trained / m)
+        if ratio > 1.5 and "length" not in self._warned:
+            self._warned.add("length")
+            log.warning(
+                "stale groups are %.1f x longer than trained ones: dropping them biases training to short answers; "
+                "raise --buffer.max-staleness or use --buffer.order window",
+                ratio,
+            )
+        return ratio
+
+
+def within_window(open_tickets: list[int], finished: list[_Open], reach: int) -> list[_Open]:
+    """Finished entries that may be taken one after another, each within `reach` of the then oldest untaken ticket.
+
+    Both lists ascend by ticket; reach 1 is strict order.
+    """
+    done = {t.lease.ticket: t for t in finished}
+    left, out, at = list(open_tickets), [], 0
+    while at < len(left):
+        if left[at] >= left[0] + reach:
+            break
+        if left[at] in done:
+            out.append(done[left.pop(at)])
+        else:
+            at += 1
+    return out
+
+
+def _meta(entry: _Open) -> GroupMeta:
+    assert entry.meta is not None
+    return entry.meta
+
+
+def _zero_variance(entry: _Open) -> bool:
+    rewards = _meta(entry).rewards
+    return bool(rewards.min() == rewards.max())
+
+
+def _mean(values: Iterable[float]) -> float:
+    listed = list(values)
+    return sum(listed) / len(listed) if listed else 0.0
