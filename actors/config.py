@@ -27,6 +27,8 @@ class BufferConfig:
     depth: int | None = None
     """Steps of work open ahead of the trainer; open groups never exceed (depth + 1) * groups_per_step. Default: what
     max_staleness allows; -1 is no bound."""
+    in_flight: int | None = None
+    """Most groups generated at once. Default: what depth allows; four steps of work where that is no bound."""
     stale: Literal["drop", "mask"] = "drop"
     """Too old at take: drop the group, or train it with the gradient of the too old tokens masked."""
     reuse: int = 1

@@ -31,6 +31,8 @@ def admission(config: BufferConfig) -> int | None:
         ValueError: the settings contradict each other.
     """
     c = config
+    if c.in_flight is not None and c.in_flight < 1:
+        raise ValueError(f"buffer: in_flight must be at least 1, not {c.in_flight}")
     if c.groups_per_step < 1 or c.reuse < 1 or c.attempts < 1 or c.refill_cap < 1:
         raise ValueError("buffer: groups_per_step, reuse, attempts and refill_cap must be at least 1")
     if c.max_staleness < -1 or (c.depth is not None and c.depth < -1):
@@ -130,6 +132,7 @@ class Ledger:
         any more."""
         self.config = config
         self.capacity = admission(config)
+        self.in_flight = config.in_flight or self.capacity or 4 * config.groups_per_step
         self.version = 0
         self.issued = 0
         self.trained = 0
@@ -165,6 +168,8 @@ class Ledger:
         if self._tickets is not None and self.issued >= self._tickets:
             return False
         if self.capacity is not None and self.open >= self.capacity:
+            return False
+        if sum(t.meta is None for t in self._open.values()) >= self.in_flight:
             return False
         steps_left = self._steps - self._next_step
         usable = [self.config.reuse - t.uses for t in self._open.values() if t.uses < self.config.reuse]

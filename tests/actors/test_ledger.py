@@ -61,8 +61,16 @@ def tickets(taken) -> list[int]:
 )
 def test_open_tickets_are_bounded_by_depth(config, capacity):
     assert admission(BufferConfig(**config)) == capacity
-    if capacity is not None:
-        assert len(ledger(**config).lease(0, 1000)) == capacity
+    # Without a bound on what is open, what is in flight is still four steps of work.
+    assert len(ledger(**config).lease(0, 1000)) == (capacity or 16)
+
+
+def test_groups_in_flight_are_bounded_apart_from_finished_ones():
+    book = ledger(groups_per_step=2, max_staleness=9, in_flight=3)
+    first = book.lease(0, 99)
+    assert len(first) == 3 and not book.lease(0, 99)
+    book.put(meta(first[1]))
+    assert len(book.lease(0, 99)) == 1
 
 
 @pytest.mark.parametrize(
@@ -358,7 +366,7 @@ class Run:
             assert c["open"] <= self.book.capacity
 
     def work(self):
-        for lease in self.book.lease(self.rng.randrange(2), 10_000 if self.book.capacity else 40):
+        for lease in self.book.lease(self.rng.randrange(2), 10_000):
             length = self.rng.lognormvariate(0.0, self.sigma)
             # Some wait for an engine first.
             wait = self.rng.choice([0.0, 0.0, self.wait])
@@ -425,6 +433,7 @@ configs = st.builds(
     max_staleness=st.integers(0, 4),
     order=st.sampled_from(["oldest", "fifo", "finish", "freshest"]),
     depth=st.sampled_from([None, 0, 1, 6, -1]),
+    in_flight=st.sampled_from([None, 1, 3]),
     stale=st.sampled_from(["drop", "mask"]),
     reuse=st.integers(1, 3),
     zero_variance=st.sampled_from(["keep", "filter", "refill"]),
