@@ -34,7 +34,6 @@ from actors.types import (
     Rollout,
     Sampling,
     Turn,
-    TurnKind,
     derive_seed,
 )
 
@@ -44,14 +43,25 @@ PROBE_TICKET = -1
 """Ticket of requests that belong to no group; engines keep room for them."""
 
 
+Part = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+"""Tokens, mask, logprobs and versions of one turn."""
+
+
+def read_only(tokens: np.ndarray) -> Part:
+    """The part of a turn that the policy only reads."""
+    n = len(tokens)
+    return tokens, np.zeros(n, bool), np.zeros(n, np.float32), np.full(n, -1, np.int32)
+
+
 class Stream:
     """A rollout under construction. Generated tokens are appended as they came and never tokenised again."""
 
-    def __init__(self, prompt: np.ndarray, sampling: Sampling) -> None:
+    def __init__(self, prompt: Part, sampling: Sampling) -> None:
+        """`prompt` is the part that `read_only` makes of the prompt's tokens; members of a group may share it."""
         self._sampling = sampling
-        self._parts: list[tuple[np.ndarray, ...]] = []
+        self._parts: list[Part] = []
         self._turns: list[Turn] = []
-        self._read(prompt, "prompt")
+        self._append(prompt, kind="prompt")
 
     @property
     def tokens(self) -> np.ndarray:
@@ -70,13 +80,9 @@ class Stream:
 
     def observe(self, tokens: np.ndarray) -> None:
         """Append what the environment said."""
-        self._read(tokens, "observation")
+        self._append(read_only(tokens), kind="observation")
 
-    def _read(self, tokens: np.ndarray, kind: TurnKind) -> None:
-        n = len(tokens)
-        self._append((tokens, np.zeros(n, bool), np.zeros(n, np.float32), np.full(n, -1, np.int32)), kind=kind)
-
-    def _append(self, part: tuple[np.ndarray, ...], **turn: Any) -> None:
+    def _append(self, part: Part, **turn: Any) -> None:
         start = self._turns[-1].end if self._turns else 0
         self._turns.append(Turn(start=start, end=start + len(part[0]), **turn))
         self._parts.append(part)
@@ -98,15 +104,21 @@ class Stream:
 def meta_of(group: Group, handle: PayloadHandle) -> GroupMeta:
     """What the buffer needs to know of a group."""
     rollouts = group.rollouts
+    lengths = np.array([len(r.tokens) for r in rollouts], np.int32)
+    starts = np.cumsum(lengths) - lengths
+    mask = np.concatenate([r.mask for r in rollouts])
+    versions = np.concatenate([r.versions for r in rollouts])
+    actions = np.add.reduceat(mask, starts, dtype=np.int32)
+    oldest = np.minimum.reduceat(np.where(mask, versions, np.iinfo(np.int32).max), starts)
     return GroupMeta(
         ticket=group.ticket,
         attempt=group.attempt,
         row=group.row,
         rewards=np.array([r.reward for r in rollouts], np.float32),
-        lengths=np.array([len(r.tokens) for r in rollouts], np.int32),
-        actions=np.array([r.mask.sum() for r in rollouts], np.int32),
-        oldest=np.array([r.oldest for r in rollouts], np.int32),
-        newest=np.array([r.newest for r in rollouts], np.int32),
+        lengths=lengths,
+        actions=actions,
+        oldest=np.where(actions, oldest, -1).astype(np.int32),
+        newest=np.maximum.reduceat(versions, starts),
         truncated=np.array([r.truncated for r in rollouts], bool),
         handle=handle,
     )
@@ -230,7 +242,7 @@ class RolloutWorker(Actor):
         try:
             with _episode_errors("reset"):
                 prompts = [await environment.reset(row) for environment in environments]
-            streams = [Stream(tokens, self._play.sampling) for tokens in self._encode(prompts)]
+            streams = [Stream(part, self._play.sampling) for part in self._encode(prompts)]
             first = [self._request(lease, member, 0, stream) for member, stream in enumerate(streams)]
             completions = await self._generate(replica, first)
             async with asyncio.TaskGroup() as tasks:
@@ -290,11 +302,11 @@ class RolloutWorker(Actor):
             raise _GivenUp(completions)
         return completions
 
-    def _encode(self, prompts: list[Prompt]) -> list[np.ndarray]:
-        """Token ids of each prompt; equal ones, as the members of a group mostly have, are encoded once."""
-        out = [self._tokens_of(prompts[0])]
+    def _encode(self, prompts: list[Prompt]) -> list[Part]:
+        """Each prompt's part of the stream; equal ones, as the members of a group mostly have, are encoded once."""
+        out = [read_only(self._tokens_of(prompts[0]))]
         for last, prompt in pairwise(prompts):
-            out.append(out[-1] if prompt == last else self._tokens_of(prompt))
+            out.append(out[-1] if prompt == last else read_only(self._tokens_of(prompt)))
         return out
 
     def _tokens_of(self, prompt: Prompt) -> np.ndarray:
