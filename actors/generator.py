@@ -253,7 +253,10 @@ class Generator(Actor):
         requests = batch.unpack()
         call = _Call(requests)
         self._calls.update(dict.fromkeys(call.order, call))
-        self._queue += requests
+        if requests[0].id.ticket < 0:
+            self._queue = requests + self._queue  # probes are short and measure the present version
+        else:
+            self._queue += requests
         self._wake.set()
         await call.done
         return CompletionBatch.of([c for c in call.completions if c is not None], load=len(self._calls))

@@ -8,7 +8,7 @@ import logging
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -41,6 +41,8 @@ log = logging.getLogger(__name__)
 
 PROBE_TICKET = -1
 """Ticket of requests that belong to no group; engines keep room for them."""
+PROBE_TOKENS = 8
+"""Most tokens of a probe's completion: it is to be done before the next swap."""
 
 
 Part = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
@@ -195,13 +197,13 @@ class RolloutWorker(Actor):
                     self._groups[key] = tasks.create_task(self._lead(lease))
 
     @concurrent_endpoint
-    async def probe(self, version: int, replica: int, members: int) -> Probe | None:
-        """Sample `members` rollouts on one replica, to compare its logprobs with the trainer's at `version`; None if
-        a weight swap came between."""
+    async def probe(self, version: int, replica: int, members: int) -> Probe:
+        """Sample short rollouts on one replica, begun at `version`, whose logprobs the trainer compares with its own.
+
+        Tokens before a swap are wholly of that version, so a swap on the way leaves fewer to compare.
+        """
         lease = Lease(ticket=PROBE_TICKET, attempt=version, row=version, version=version)
         group = await self._play_group(lease, replica, members)
-        if any(r.oldest != version or r.newest != version for r in group.rollouts):
-            return None
         return Probe(version=version, handle=payload.write(group, self._play.folder))
 
     async def _question(self, suspect: Suspect) -> None:
@@ -282,13 +284,15 @@ class RolloutWorker(Actor):
 
     def _request(self, lease: Lease, member: int, turn: int, stream: Stream) -> Request:
         seed = derive_seed(self._play.seed, lease.ticket, member, turn)
+        sampling = self._play.sampling
         if lease.ticket == PROBE_TICKET:
             # Probes of different versions draw differently.
             seed = derive_seed(seed, lease.version, member, turn)
+            sampling = replace(sampling, max_tokens=min(PROBE_TOKENS, sampling.max_tokens))
         return Request(
             id=RequestId(lease.ticket, lease.attempt, member, turn),
             prompt=stream.tokens,
-            sampling=self._play.sampling,
+            sampling=sampling,
             seed=seed,
             min_version=lease.version,
         )

@@ -247,6 +247,7 @@ def _means(sums: Counter[str], updates: int) -> dict[str, float]:
         "policy/lr": sums["rate"] / updates,
         "policy/entropy": sums["entropy"] / tokens,
         "policy/lag_kl": sums["lag_kl"] / max(sums["lag_tokens"], 1.0),
+        "policy/masked": 0.0,  # an objective that masks says so itself
         **{name: value / tokens for name, value in sums.items() if name.startswith("policy/")},
         "staleness/mean": sums["staleness"] / tokens,
         "perf/trained_tokens": sums["tokens"],

@@ -65,7 +65,7 @@ class Config:
     epochs: int | None = None
     """Passes over the task's rows before the data ends. Default: until all steps are done."""
     probe: int = 8
-    """Short rollouts per version whose logprobs the trainer recomputes: `policy/engine_gap_*`."""
+    """Rollouts per version of a few tokens whose logprobs the trainer recomputes: `policy/engine_gap_*`."""
     loss: DIS | PPOClip | PolicyGradient = field(default_factory=DIS)
     """Objective."""
     advantage: Literal["group_norm", "group_mean"] = "group_norm"
@@ -200,71 +200,80 @@ class Controller:
         self.config, self.log = config, log
         self.buffer, self.workers, self.generators = buffer, workers, generators
         self.trainer, self.sync = trainer, sync
-        self.probe: Probe | None = None
+        self.publishing: dict[int, asyncio.Task[None]] = {}
+        self.probing: dict[int, asyncio.Task[Probe]] = {}
         self.stats: list[Stats] = []
         self.waited = self.published = 0.0
         self.tickets: set[int] = set()
 
     async def loop(self, tasks: asyncio.TaskGroup) -> dict[str, float]:
         """All steps: take a batch, train on it, publish the new weights while the next step runs."""
-        synchronous = self.config.buffer.max_staleness == 0
         began = ended = time.perf_counter()
         self.stats = await self._stats()
-        probing = tasks.create_task(self._sample_probe(0))
         ready = tasks.create_task(wait(self.buffer.ready.call_one(0)))
-        publishing: asyncio.Task[None] | None = None
+        self.probing[0] = tasks.create_task(self._sample_probe(0))
         for step in range(self.config.steps):
             taken: Taken = await ready
-            if synchronous:
-                await probing
             waited = time.perf_counter() - ended
             if not taken.groups:
                 break
             await self.sync.lease(step + 1)
             if not taken.last:
                 ready = tasks.create_task(wait(self.buffer.ready.call_one(step + 1)))
-            probe, self.probe = self.probe, None
-            answers = await self.trainer.step.call(taken, probe if probe and probe.version >= step - 1 else None)
-            if probe is not None:
-                payload.free(probe.handle)
-            reports: list[StepReport] = list(answers.values())
+            probe = await self._probe_for(step)
+            reports: list[StepReport] = list((await self.trainer.step.call(taken, probe)).values())
             seconds, ended = time.perf_counter() - ended, time.perf_counter()
+            self._account(taken, reports)
             self.waited += waited
-            self.tickets.update(ticket for report in reports for ticket in report.tickets)
-            row = {
-                "step": step,
-                **taken.metrics,
-                **reports[0].metrics,
-                "time/step": seconds,
-                "time/wait_batch": waited,
-            }
-            row["idle/trainer"] = waited / seconds
-            publishing = probing = tasks.create_task(self._publish(step + 1, row, publishing))
+            row = {"step": step, **taken.metrics, **reports[0].metrics}
+            row |= {"time/step": seconds, "time/wait_batch": waited, "idle/trainer": waited / seconds}
+            self.publishing[step + 1] = tasks.create_task(self._publish(step + 1, row, tasks))
             if taken.last:
                 break
-        if publishing is not None:
-            await publishing
+        await asyncio.gather(*self.publishing.values())
+        await asyncio.gather(*self.probing.values())
         return await self._finish(time.perf_counter() - began, ended - began)
 
-    async def _publish(self, version: int, row: dict[str, float], before: asyncio.Task[None] | None) -> None:
+    async def _publish(self, version: int, row: dict[str, float], tasks: asyncio.TaskGroup) -> None:
         """Push `version` to all generators, open new tickets, log the step that made it."""
         row |= await self.sync.publish(version)
-        if before is not None:
-            await asyncio.shield(before)
+        if version > 1:
+            await asyncio.shield(self.publishing.pop(version - 1))
         self.published += 1
         await self.buffer.announce.call_one(version)
+        self.probing[version] = tasks.create_task(self._sample_probe(version))
         stats, old = await self._stats(), self.stats
         self.stats = stats
         row["perf/generated_tokens"] = sum(new.tokens - last.tokens for new, last in zip(stats, old, strict=True))
         row["idle/generator"] = 1 - _busy(stats, old)
         self.log.step(row)
-        await self._sample_probe(version)
 
-    async def _sample_probe(self, version: int) -> None:
+    async def _sample_probe(self, version: int) -> Probe:
         """Short rollouts at one version, for the trainer to compare logprobs; the replicas take turns."""
         replica = version % self.config.generator.replicas
-        worker = self.workers.slice(ranks=0)
-        self.probe = await worker.probe.call_one(version, replica, self.config.probe) if self.config.probe else None
+        return await self.workers.slice(ranks=0).probe.call_one(version, replica, self.config.probe)
+
+    async def _probe_for(self, step: int) -> Probe | None:
+        """The newest probe that the trainer can still compare: of the version that it holds or of the one before.
+
+        Synchronous steps wait for that of their own version. Others may have to wait for the one before, whose weights
+        the generators have held for a step.
+        """
+        oldest = step if self.config.buffer.max_staleness == 0 else max(0, step - 1)
+        if oldest in self.publishing:
+            await asyncio.shield(self.publishing[oldest])
+        await self.probing[oldest]
+        newest = max(version for version, task in self.probing.items() if task.done())
+        for version in [v for v in self.probing if v < newest]:
+            payload.free(self.probing.pop(version).result().handle)
+        return self.probing[newest].result()
+
+    def _account(self, taken: Taken, reports: list[StepReport]) -> None:
+        """Compare what the ranks trained with what the buffer gave them."""
+        given, trained = sum(len(group.rewards) for group in taken.groups), sum(r.rollouts for r in reports)
+        if given != trained:
+            raise RuntimeError(f"step {taken.step}: the buffer gave {given} rollouts, the ranks trained {trained}")
+        self.tickets.update(ticket for report in reports for ticket in report.tickets)
 
     async def _stats(self) -> list[Stats]:
         return list(await asyncio.gather(*(wait(generator.stats.call_one()) for generator in self.generators)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -144,8 +145,7 @@ def worker(model, task, buffer, replicas, group_size=2, **play) -> RolloutWorker
             group_size=group_size,
             seed=5,
             folder=str(model),
-            most=8,
-            **{"timeout": 30.0, **play},
+            **{"timeout": 30.0, "most": 8, **play},
         ),
         buffer,
         replicas,
@@ -252,11 +252,15 @@ def test_a_suspect_that_the_generator_stops_is_given_up_as_stale(model):
     assert buffer.given_up == [(0, 0, 0, [1, 1])] and not buffer.metas and not buffer.failures
 
 
-def test_probe_is_none_when_a_swap_came_between(model):
-    actor = worker(model, Task(lambda: SingleTurn(reward=lambda *a, **k: 0.0)), None, [Replica({0: [1, 2]})])
-    probe = call(RolloutWorker.probe, actor, 0, 0, 3)
-    assert probe.version == 0 and len(payload.read(probe.handle).rollouts) == 3
-    assert call(RolloutWorker.probe, actor, 0, 0, 3) is None, "the stub moved on to version 1"
+def test_a_probe_is_short_and_of_no_ticket(model):
+    replica = Replica({0: [1, 2]})
+    actor = worker(model, Task(lambda: SingleTurn(reward=lambda *a, **k: 0.0)), None, [replica], most=1)
+    actor._play = replace(actor._play, sampling=Sampling(max_tokens=100))
+    probes = [call(RolloutWorker.probe, actor, version, 0, 3) for version in (0, 1)]
+    assert [p.version for p in probes] == [0, 1] and len(payload.read(probes[0].handle).rollouts) == 3
+    assert {r.id.ticket for r in replica.requests} == {-1}
+    assert {r.sampling.max_tokens for r in replica.requests} == {8}
+    assert len({r.seed for r in replica.requests}) == 6 and {r.min_version for r in replica.requests} == {0, 1}
 
 
 def test_router_is_sticky_prefers_the_light_and_can_be_fixed():
