@@ -305,8 +305,7 @@ def cause(error: BaseException) -> str:
     """One line on the first error of a group."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
 
 
 SHOWN = (
