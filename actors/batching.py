@@ -1,15 +1,21 @@
 """From the groups of a step to packed microbatches: who trains what, from metadata alone, then the columns.
 
-Axis legend: `_T` is the packed axis of one microbatch: for every rollout of n tokens its n - 1 targets, one rollout
-after another. The shift by one happens here and only here: entry t holds input token t, target token t + 1 and every
-other column of that target. `_N` is the rollouts of the whole step.
+A rollout's prompt is what comes before its first action. Within a microbatch rollouts with the same prompt share it:
+it is computed once, and what follows attends to it and to itself. Attention is causal: only the work changes.
+
+Axis legend: `_S` is the computed tokens of one microbatch: its distinct prompts one after another, then what follows
+in each rollout, without the rollout's last token, which predicts nothing. `_T` is its targets: every token of a
+rollout from the first action on, one rollout after another; prompts are no targets. The shift by one happens here and
+only here, in `source_T`: entry t of every `_T` column is about target token t, which the computed token `source_T[t]`
+predicts. First targets after the same prompt have one source, the prompt's last token. `_N` is the rollouts of the
+whole step.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -40,16 +46,20 @@ Pieces = tuple[tuple[Member, ...], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Microbatch:
-    """Rollouts packed one after another; all tensors are [T]."""
+    """Rollouts packed one after another; tensors are [S] or [T]."""
 
-    inputs_T: Tensor
-    """int64 input tokens."""
-    positions_T: Tensor
-    """int64, from 0 in every rollout."""
-    lengths: tuple[int, ...]
-    """Entries of each rollout; they sum to T."""
+    inputs_S: Tensor
+    """int64 tokens."""
+    positions_S: Tensor
+    """int64, of the token in its rollout."""
+    prompts: tuple[int, ...]
+    """Tokens of each distinct prompt."""
+    continuations: tuple[tuple[int, int], ...]
+    """(number of its prompt, computed tokens) of each rollout that has computed tokens of its own."""
+    source_T: Tensor
+    """int64: the computed token that predicts the target."""
     targets_T: Tensor
-    """int64: the token after each input."""
+    """int64 tokens."""
     mask_T: Tensor
     """bool: targets that count: acted, fresh enough, with a finite behaviour logprob."""
     behaviour_T: Tensor
@@ -98,49 +108,83 @@ def plan(taken: Taken, *, ranks: int, updates: int, microbatch_tokens: int) -> l
     groups. In one update all ranks have equally many microbatches, at least one: missing ones are empty and stand for
     `padding()`, since ranks must run the same number of forwards and backwards.
     """
-    plans = []
+    plans, sizes = [], Sizes(taken.groups)
     for groups in _runs(range(len(taken.groups)), max(1, min(updates, len(taken.groups)))):
-        per_rank = [
-            _pieces(members, taken.groups, microbatch_tokens) for members in share(taken.groups, ranks, groups)
-        ]
+        per_rank = [_pieces(members, sizes, microbatch_tokens) for members in share(sizes, ranks, groups)]
         most = max(1, *(len(pieces) for pieces in per_rank))
         plans.append(tuple(pieces + ((),) * (most - len(pieces)) for pieces in per_rank))
     return plans
 
 
-def share(groups: Sequence[GroupMeta], ranks: int, chosen: Sequence[int]) -> list[list[Member]]:
-    """Give every rollout of the chosen groups to one rank, balanced by tokens: longest first, to the lightest rank.
+class Sizes:
+    """Tokens that the rollouts of a step are expected to cost, from metadata.
 
-    Greedy longest-first keeps the heaviest rank within 4/3 of the best split (Graham 1969). Each rank's rollouts come
-    longest first.
+    Where all members of a group have equally many tokens that nobody generated, those are taken for a prompt that they
+    share: exact for one-turn rollouts of one prompt. Otherwise nothing is taken as shared, which is never too little.
     """
-    rollouts = [Member(group, member) for group in chosen for member in range(len(groups[group].lengths))]
-    rollouts.sort(key=lambda m: (-_entries(groups, m), m))
+
+    def __init__(self, groups: Sequence[GroupMeta]) -> None:
+        self.prompts: list[int] = []
+        """Of each group."""
+        self.own: list[list[int]] = []
+        """Of each group's members, beyond the prompt."""
+        for group in groups:
+            given = group.lengths - group.actions
+            prompt = int(given[0]) if (given == given[0]).all() else 0
+            self.prompts.append(prompt)
+            self.own.append(np.maximum(group.lengths - 1 - prompt, 0).tolist())
+
+    def added(self, member: Member, computed: Collection[int]) -> int:
+        """Tokens of the rollout where the prompts of groups `computed` are there already."""
+        return self.own[member.group][member.member] + (0 if member.group in computed else self.prompts[member.group])
+
+    def total(self, members: Sequence[Member]) -> int:
+        """Tokens of rollouts computed together."""
+        return sum(self.own[m.group][m.member] for m in members) + sum(
+            self.prompts[group] for group in {m.group for m in members}
+        )
+
+
+def share(sizes: Sizes, ranks: int, chosen: Sequence[int]) -> list[list[Member]]:
+    """Give every rollout of the chosen groups to one rank, so that the heaviest has least to compute.
+
+    Dealt as whole groups, whose prompts are then computed once, or rollout by rollout if that balances better. Each
+    rank's rollouts come group by group.
+    """
+    groups = [[Member(group, member) for member in range(len(sizes.own[group]))] for group in chosen]
+    rollouts = [[member] for group in groups for member in group]
+    dealt = [_deal(units, sizes, ranks) for units in (groups, rollouts)]
+    best = min(dealt, key=lambda shares: max(map(sizes.total, shares)))
+    return [sorted(members) for members in best]
+
+
+def _deal(units: Sequence[Sequence[Member]], sizes: Sizes, ranks: int) -> list[list[Member]]:
+    """Largest unit first, to the lightest rank: within 4/3 of the best split (Graham 1969) where nothing is shared."""
     load = [(0, rank) for rank in range(ranks)]
     shares: list[list[Member]] = [[] for _ in range(ranks)]
-    for member in rollouts:
+    computed: list[set[int]] = [set() for _ in range(ranks)]
+    for unit in sorted(units, key=lambda unit: (-sizes.total(unit), unit)):
         tokens, rank = load[0]
-        shares[rank].append(member)
-        heapq.heapreplace(load, (tokens + _entries(groups, member), rank))
+        for member in unit:
+            tokens += sizes.added(member, computed[rank])
+            computed[rank].add(member.group)
+        shares[rank] += unit
+        heapq.heapreplace(load, (tokens, rank))
     return shares
 
 
-def _entries(groups: Sequence[GroupMeta], member: Member) -> int:
-    return int(groups[member.group].lengths[member.member]) - 1
-
-
-def _pieces(members: Sequence[Member], groups: Sequence[GroupMeta], limit: int) -> Pieces:
-    """Cut a rank's rollouts, longest first, into microbatches of at most `limit` entries."""
+def _pieces(members: Sequence[Member], sizes: Sizes, limit: int) -> Pieces:
+    """Cut a rank's rollouts into microbatches of at most `limit` tokens."""
     pieces: list[tuple[Member, ...]] = []
     current: list[Member] = []
-    tokens = 0
+    tokens, computed = 0, set[int]()
     for member in members:
-        entries = _entries(groups, member)
-        if current and tokens + entries > limit:
+        if tokens and tokens + sizes.added(member, computed) > limit:
             pieces.append(tuple(current))
-            current, tokens = [], 0
+            current, tokens, computed = [], 0, set()
+        tokens += sizes.added(member, computed)
         current.append(member)
-        tokens += entries
+        computed.add(member.group)
     return tuple(pieces) + ((tuple(current),) if current else ())
 
 
@@ -182,8 +226,6 @@ def load(taken: Taken, pieces: Pieces, advantage: Sequence[np.ndarray]) -> list[
             step=taken.step,
             max_staleness=taken.max_staleness,
         )
-        if sum(_entries(taken.groups, m) for m in piece)
-        else padding()
         for piece in pieces
     ]
 
@@ -196,15 +238,35 @@ def pack(
     step: int,
     max_staleness: int | None = None,
 ) -> Microbatch:
-    """Pack rollouts; `step` is the version trained from. A rollout of one token has no target and leaves no trace."""
-    counts = np.array([len(rollout.tokens) - 1 for rollout in rollouts])
+    """Pack rollouts; `step` is the version trained from. One without a target leaves no trace.
+
+    Without any target the microbatch is `padding()`.
+    """
+    entries = [
+        (rollout, start, ticket, advantage)
+        for rollout, ticket, advantage in zip(rollouts, tickets, advantages, strict=True)
+        if (start := _first_target(rollout)) < len(rollout.tokens)
+    ]
+    if not entries:
+        return padding()
+    rollouts, starts, tickets, advantages = (list(column) for column in zip(*entries, strict=True))
+    counts = np.array([len(rollout.tokens) - start for rollout, start in zip(rollouts, starts, strict=True)])
+    prompts: dict[bytes, np.ndarray] = {}
+    for rollout, start in zip(rollouts, starts, strict=True):
+        prompts.setdefault(rollout.tokens[:start].tobytes(), rollout.tokens[:start])
+    numbers = {key: number for number, key in enumerate(prompts)}
+    prompt_of = [numbers[rollout.tokens[:start].tobytes()] for rollout, start in zip(rollouts, starts, strict=True)]
 
     def targets(columns: Sequence[np.ndarray]) -> np.ndarray:
-        return np.concatenate([column[1:] for column in columns])
+        return np.concatenate([column[start:] for column, start in zip(columns, starts, strict=True)])
 
-    def spread(values: Sequence[float] | np.ndarray, dtype: type) -> Tensor:
+    def spread(values: Sequence[float], dtype: type) -> Tensor:
         return torch.from_numpy(np.repeat(np.asarray(values, dtype=dtype), counts))
 
+    lengths = np.array([len(prompt) for prompt in prompts.values()])
+    first = np.cumsum(counts) - counts
+    source = lengths.sum() - 1 + np.arange(counts.sum()) - np.repeat(np.arange(len(counts)), counts)
+    source[first] = (np.cumsum(lengths) - 1)[prompt_of]
     behaviour = targets([rollout.logprobs for rollout in rollouts])
     versions = targets([rollout.versions for rollout in rollouts])
     staleness = step - versions
@@ -212,10 +274,15 @@ def pack(
     if max_staleness is not None:
         mask &= staleness <= max_staleness
     segment = np.repeat(np.arange(len(rollouts)), counts)
+    own = [rollout.tokens[start:-1] for rollout, start in zip(rollouts, starts, strict=True)]
+    positions = [np.arange(n) for n in lengths]
+    positions += [np.arange(start, start + len(tokens)) for start, tokens in zip(starts, own, strict=True)]
     return Microbatch(
-        inputs_T=torch.from_numpy(np.concatenate([r.tokens[:-1] for r in rollouts]).astype(np.int64)),
-        positions_T=torch.from_numpy(np.concatenate([np.arange(count) for count in counts])),
-        lengths=tuple(counts[counts > 0].tolist()),
+        inputs_S=torch.from_numpy(np.concatenate([*prompts.values(), *own]).astype(np.int64)),
+        positions_S=torch.from_numpy(np.concatenate(positions)),
+        prompts=tuple(lengths.tolist()),
+        continuations=tuple((n, len(tokens)) for n, tokens in zip(prompt_of, own, strict=True) if len(tokens)),
+        source_T=torch.from_numpy(source),
         targets_T=torch.from_numpy(targets([r.tokens for r in rollouts]).astype(np.int64)),
         mask_T=torch.from_numpy(mask),
         behaviour_T=torch.from_numpy(np.where(mask, behaviour, 0).astype(np.float32)),
@@ -229,13 +296,20 @@ def pack(
     )
 
 
+def _first_target(rollout: Rollout) -> int:
+    """The first action, or the end without one. Token 0 is never a target: nothing predicts it."""
+    return max(1, int(rollout.mask.argmax())) if rollout.mask.any() else len(rollout.tokens)
+
+
 def padding() -> Microbatch:
-    """One entry that counts for nothing: a rank with nothing left to do still joins forward and backward."""
+    """One token and target that count for nothing: a rank with nothing left to do still joins forward and backward."""
     none, number = torch.zeros(1, dtype=torch.int64), torch.zeros(1)
     return Microbatch(
-        inputs_T=none,
-        positions_T=none,
-        lengths=(1,),
+        inputs_S=none,
+        positions_S=none,
+        prompts=(1,),
+        continuations=(),
+        source_T=none,
         targets_T=none,
         mask_T=torch.zeros(1, dtype=torch.bool),
         behaviour_T=number,

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
-from actors.backends.packed import Documents, documents, packed_attention
+from actors.backends.packed import Documents, Repeats, packed_attention, repeat
 from actors.batching import Microbatch
 from actors.config import Dtype
 from actors.pretrained import load_model, register_attention
@@ -39,19 +39,25 @@ class _Scored(nn.Module):
         self.head: nn.Linear = model.get_output_embeddings()
 
     def forward(
-        self, inputs_T: Tensor, positions_T: Tensor, layout: Documents, targets_T: Tensor, temperature_T: Tensor
+        self,
+        inputs_S: Tensor,
+        positions_S: Tensor,
+        layout: Documents,
+        sources: Repeats,
+        targets_T: Tensor,
+        temperature_T: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        hidden_TD = _hidden(self.base, inputs_T, positions_T, layout)
+        hidden_TD = repeat(_hidden(self.base, inputs_S, positions_S, layout), sources)
         weight_VD = self.head.weight
         chunk = max(1, LOGITS // len(weight_VD))
         return logprobs_and_entropy(hidden_TD, weight_VD, targets_T, temperature_T, chunk)
 
 
-def _hidden(base: nn.Module, inputs_T: Tensor, positions_T: Tensor, layout: Documents) -> Tensor:
-    """Final hidden states [T, D] of packed documents."""
-    out = base(input_ids=inputs_T[None], position_ids=positions_T[None], use_cache=False, documents=layout)
-    hidden_TD: Tensor = out.last_hidden_state[0]
-    return hidden_TD
+def _hidden(base: nn.Module, inputs_S: Tensor, positions_S: Tensor, layout: Documents) -> Tensor:
+    """Final hidden states [S, D] of packed documents."""
+    out = base(input_ids=inputs_S[None], position_ids=positions_S[None], use_cache=False, documents=layout)
+    hidden_SD: Tensor = out.last_hidden_state[0]
+    return hidden_SD
 
 
 class HfModel:
@@ -89,11 +95,17 @@ class HfModel:
         return self._parameters
 
     def forward(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
-        layout = documents(microbatch.lengths, self.device)
+        layout = Documents(microbatch.prompts, microbatch.continuations, self.device)
+        sources = Repeats.of(microbatch.source_T, len(microbatch.inputs_S))
         autocast = self.compute != torch.float32 and not isinstance(self.scored, FSDPModule)
         with torch.autocast(self.device.type, self.compute, enabled=autocast):
             scores: tuple[Tensor, Tensor] = self.scored(
-                microbatch.inputs_T, microbatch.positions_T, layout, microbatch.targets_T, microbatch.temperature_T
+                microbatch.inputs_S,
+                microbatch.positions_S,
+                layout,
+                sources,
+                microbatch.targets_T,
+                microbatch.temperature_T,
             )
         if isinstance(self.scored, FSDPModule) and not torch.is_grad_enabled():
             # No backward will reshard the root: left whole, the next forward would use these weights even if the
@@ -138,7 +150,7 @@ class HfModel:
 def _check_head(model: Any, scored: _Scored, folder: str, device: torch.device) -> None:
     """Refuse a model that does more to its logits than the head's product, such as capping, scaling or a bias."""
     ids = torch.arange(8, device=device) % model.config.vocab_size
-    positions, layout = torch.arange(8, device=device), documents([8], device)
+    positions, layout = torch.arange(8, device=device), Documents([8], [], device)
     with torch.no_grad():
         logits = model(input_ids=ids[None], position_ids=positions[None], use_cache=False, documents=layout).logits[0]
         expected = nn.functional.linear(_hidden(scored.base, ids, positions, layout), scored.head.weight)

@@ -26,7 +26,7 @@ from actors.weights import Part, WeightIndex, layout
 from losses import DIS, PPOClip, group_mean
 from losses.inputs import Objective
 from tests.actors.models import save_tiny
-from tests.actors.training_data import Kept, rollout, store
+from tests.actors.training_data import Kept, one_prompt, rollout, store
 
 WIDE = DIS(low=0.0, high=math.inf)
 
@@ -34,7 +34,7 @@ WIDE = DIS(low=0.0, high=math.inf)
 def uneven(seed: int = 0) -> list[list[Rollout]]:
     rng = np.random.default_rng(seed)
     lengths = [[40, 5, 7], [12, 9], [30, 4, 6, 8], [22, 23], [5, 6]]
-    return [[rollout(rng, n, 3, 0) for n in members] for members in lengths]
+    return [one_prompt([rollout(rng, n, 3, 0) for n in members]) for members in lengths]
 
 
 def one_dead_rank() -> list[list[Rollout]]:

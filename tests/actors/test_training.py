@@ -21,7 +21,7 @@ from actors.types import Probe, Rollout, Taken
 from losses import DIS, LossInputs, PolicyGradient, PPOClip, Terms, group_mean, group_norm
 from losses.inputs import Objective
 from tests.actors.models import save_tiny
-from tests.actors.training_data import Kept, rollout, store
+from tests.actors.training_data import Kept, one_prompt, rollout, store
 
 CPU = torch.device("cpu")
 WIDE = DIS(low=0.0, high=math.inf)
@@ -47,11 +47,13 @@ def trainer(model: str, objective: Objective = WIDE, advantage: Any = group_mean
 
 
 def random_groups(seed: int = 0, version: int = 0, temperature: float = 1.0) -> list[list[Rollout]]:
+    """The members of two groups share their prompt; those of the other two have one each."""
     rng = np.random.default_rng(seed)
-    return [
+    groups = [
         [rollout(rng, int(rng.integers(4, 30)), 3, version, temperature) for _ in range(int(rng.integers(2, 5)))]
         for _ in range(4)
     ]
+    return [one_prompt(group) for group in groups[:2]] + groups[2:]
 
 
 def captured(training: Training, taken: Taken, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Tensor], Any]:

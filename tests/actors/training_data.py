@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -27,6 +28,13 @@ def rollout(rng: np.random.Generator, length: int, prompt: int, version: int, te
         reward=float(rng.integers(3)),
         sampling=Sampling(temperature=temperature),
     )
+
+
+def one_prompt(rollouts: Sequence[Rollout]) -> list[Rollout]:
+    """The same rollouts with the first one's tokens before its first action, which must come at the same place."""
+    start = int(rollouts[0].mask.argmax())
+    prompt = rollouts[0].tokens[:start]
+    return [replace(r, tokens=np.concatenate([prompt, r.tokens[start:]])) for r in rollouts]
 
 
 def store(groups: Sequence[Sequence[Rollout]], folder: str, step: int = 0, max_staleness: int | None = None) -> Taken:
