@@ -88,16 +88,22 @@ print(json.dumps([[s.sampled for s in done], [s.trained for s in done], [float(s
 """
 
 
+PLACEMENT = ("--generator.replicas", "1", "--buffer.max-staleness", "1")
+"""Two cores: one process that trains, one that generates, and little lag to make up for."""
+
+
 def results() -> list[Result]:
     """The rows of `python -m recipes.bench learn`."""
-    pairs = [(asynchronous("addition", 60, seed), plain_loop("addition", 60, seed)) for seed in range(REPEATS)]
+    pairs = [
+        (asynchronous("addition", 60, seed, *PLACEMENT), plain_loop("addition", 60, seed)) for seed in range(REPEATS)
+    ]
     out = [
         paired("learn/addition/to_0.85", [a.to_target() for a, _ in pairs], [b.to_target() for _, b in pairs], 1.0),
         paired(
             "learn/addition/step", [a.step() for a, _ in pairs], [b.step() for _, b in pairs], None, note=_notes(pairs)
         ),
     ]
-    long = ("--sampling.max-tokens", "200")
+    long = ("--sampling.max-tokens", "200", *PLACEMENT)
     pairs = [(asynchronous("modmix", 20, seed, *long), plain_loop("modmix", 12, seed)) for seed in range(REPEATS)]
     out.append(
         paired(
