@@ -12,17 +12,12 @@ from actors.types import Finish
 
 
 @dataclass(frozen=True, kw_only=True)
-class Addition:
+class Addition(Scratchpad):
     """Two-digit sums. The prompt is `57+68=`; what follows the first `;` of the completion is the answer.
 
     The shipped checkpoint mostly guesses (`;125`) and sometimes adds digit by digit first (`780:5,561:2,1;125`), so
     reward and completion length rise together: 9 tokens to 18.
     """
-
-    rows: int = 10_000
-    """Rows of one epoch."""
-    seed: int = 0
-    """Row i depends on this and i only."""
 
     max_tokens: ClassVar[int] = 22
     """The longest honest completion is 18 tokens, its end included."""
@@ -34,18 +29,3 @@ class Addition:
         r = random.Random(f"{self.seed}/{i}")
         a, b = r.randrange(100), r.randrange(100)
         return {"prompt": f"{a:02d}+{b:02d}=", "answer": f"{a + b:03d}"}
-
-    def environment(self) -> SingleTurn:
-        """One completion, judged by `reward`."""
-        return SingleTurn(reward=self.reward)
-
-    def reward(self, prompt: str, completion: str, *, finish: Finish, answer: str) -> float:
-        """1 if the text after the first `;` is the answer and the completion ended by itself, else 0.
-
-        Args:
-            prompt: the row's prompt.
-            completion: the generated text without special tokens.
-            finish: how it ended; only `stop` can score.
-            answer: the row's answer.
-        """
-        return float(finish == "stop" and completion.partition(";")[2] == answer)

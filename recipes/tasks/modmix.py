@@ -12,17 +12,12 @@ from actors.types import Finish
 
 
 @dataclass(frozen=True, kw_only=True)
-class Modmix:
+class Modmix(Scratchpad):
     """Remainders `n % k` with n in 1..60 and k in 1..9. The prompt is `57%4=`; the answer follows the first `;`.
 
     A scratchpad subtracts until it can no more (`57 53 ... 5 1;1`), which takes n / k numbers: lengths have a long
     tail, and a batch that ends together mostly waits.
     """
-
-    rows: int = 10_000
-    """Rows of one epoch."""
-    seed: int = 0
-    """Row i depends on this and i only."""
 
     max_tokens: ClassVar[int] = 200
     """The longest honest completion is 175 tokens, its end included."""
@@ -34,18 +29,3 @@ class Modmix:
         r = random.Random(f"{self.seed}/{i}")
         n, k = r.randint(1, 60), r.randint(1, 9)
         return {"prompt": f"{n}%{k}=", "answer": str(n % k)}
-
-    def environment(self) -> SingleTurn:
-        """One completion, judged by `reward`."""
-        return SingleTurn(reward=self.reward)
-
-    def reward(self, prompt: str, completion: str, *, finish: Finish, answer: str) -> float:
-        """1 if the text after the first `;` is the answer and the completion ended by itself, else 0.
-
-        Args:
-            prompt: the row's prompt.
-            completion: the generated text without special tokens.
-            finish: how it ended; only `stop` can score.
-            answer: the row's answer.
-        """
-        return float(finish == "stop" and completion.partition(";")[2] == answer)

@@ -1,0 +1,33 @@
+"""What the tiny tasks share: the answer stands after the first `;`, and what comes before it is scratch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from actors.environment import Environment, SingleTurn
+from actors.types import Finish
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scratchpad:
+    """Rows with a prompt and an answer; a subclass makes them."""
+
+    rows: int = 10_000
+    """Rows of one epoch."""
+    seed: int = 0
+    """Row i depends on this and i only."""
+
+    def environment(self) -> Environment:
+        """An episode of one answer."""
+        return SingleTurn(reward=self.reward)
+
+    def reward(self, prompt: str, completion: str, *, finish: Finish, answer: str) -> float:
+        """1 if the text after the first `;` is the answer and the completion ended by itself, else 0.
+
+        Args:
+            prompt: the row's prompt.
+            completion: the generated text without special tokens.
+            finish: how it ended; only `stop` can score.
+            answer: the row's answer.
+        """
+        return float(finish == "stop" and completion.partition(";")[2] == answer)
