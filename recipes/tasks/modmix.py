@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from actors.environment import SingleTurn
-from actors.types import Finish
+from recipes.tasks.scratchpad import Scratchpad
 
 
 @dataclass(frozen=True, kw_only=True)
