@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
-from actors.types import Sampling
+from tyro.conf import subcommand
+
+from actors.types import Sampling, require
 
 Order = Literal["oldest", "fifo", "window", "finish", "freshest"]
 Dtype = Literal["float32", "bfloat16"]
@@ -41,6 +44,15 @@ class BufferConfig:
     attempts: int = 3
     """Times that a failed group is issued again before its ticket is dropped."""
 
+    def __post_init__(self) -> None:
+        require("buffer", 1, groups_per_step=self.groups_per_step, window=self.window, reuse=self.reuse)
+        require("buffer", 1, refill_cap=self.refill_cap, attempts=self.attempts)
+        require("buffer", -1, max_staleness=self.max_staleness)
+        if self.depth is not None:
+            require("buffer", -1, depth=self.depth)
+        if self.in_flight is not None:
+            require("buffer", 1, in_flight=self.in_flight)
+
 
 @dataclass(frozen=True, kw_only=True)
 class NativeEngine:
@@ -55,6 +67,10 @@ class NativeEngine:
     deterministic: bool = False
     """Fixed slot per (ticket, member) and fixed padded width: a request's tokens and logprobs do not depend on what
     else is running. Slower; switched on by `--buffer.max-staleness 0`."""
+
+    def __post_init__(self) -> None:
+        require("generator.engine", 1, slots=self.slots)
+        require("generator.engine", 2, max_length=self.max_length)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +88,10 @@ class SimulatedEngine:
     sigma: float = 1.0
     """Spread of log length; 0 gives every completion the median length, 0.99 a p99 of 10 x the median."""
 
+    def __post_init__(self) -> None:
+        require("generator.engine", 1, slots=self.slots, median_length=self.median_length)
+        require("generator.engine", 0, base=self.base, per_request=self.per_request, sigma=self.sigma)
+
 
 @dataclass(frozen=True, kw_only=True)
 class GeneratorConfig:
@@ -83,8 +103,13 @@ class GeneratorConfig:
     """Ranks of one replica; rank 0 leads."""
     threads: int = 1
     """CPU threads per rank."""
-    engine: NativeEngine | SimulatedEngine = field(default_factory=NativeEngine)
+    engine: Annotated[NativeEngine, subcommand("native")] | Annotated[SimulatedEngine, subcommand("simulated")] = (
+        field(default_factory=NativeEngine)
+    )
     """What decodes."""
+
+    def __post_init__(self) -> None:
+        require("generator", 1, replicas=self.replicas, tp=self.tp, threads=self.threads)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +120,10 @@ class RolloutConfig:
     """CPU processes."""
     timeout: float = 600.0
     """Seconds before a group is given up and issued again."""
+
+    def __post_init__(self) -> None:
+        require("rollout", 1, workers=self.workers)
+        require("rollout", 1e-3, math.inf, timeout=self.timeout)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +164,14 @@ class TrainerConfig:
     denominator: Literal["tokens", "sequences"] = "tokens"
     """What the summed loss is divided by, over all ranks: trainable tokens (zero-variance groups too) or rollouts."""
 
+    def __post_init__(self) -> None:
+        require("trainer", 1, ranks=self.ranks, threads=self.threads, updates_per_step=self.updates_per_step)
+        require("trainer", 1, microbatch_tokens=self.microbatch_tokens)
+        require("trainer", 0, lr=self.lr, warmup_steps=self.warmup_steps, weight_decay=self.weight_decay)
+        require("trainer", 0, 1, final_lr=self.final_lr)
+        require("trainer", 0, 0.999999, beta1=self.beta1, beta2=self.beta2)
+        require("trainer", 1e-9, math.inf, clip_norm=self.clip_norm)
+
 
 @dataclass(frozen=True, kw_only=True)
 class SyncConfig:
@@ -146,6 +183,9 @@ class SyncConfig:
     """Type in which weights are sent."""
     timeout: float = 120.0
     """Seconds before a push, pull or swap fails, naming rank, phase and tensor."""
+
+    def __post_init__(self) -> None:
+        require("sync", 1e-3, math.inf, timeout=self.timeout)
 
 
 __all__ = [

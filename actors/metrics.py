@@ -33,14 +33,20 @@ class RunLog:
 
         Raises:
             FileExistsError: the folder holds something already.
+            OSError: it cannot be made or written.
         """
-        if folder.exists() and any(folder.iterdir()):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            full = any(folder.iterdir())
+            if not full:
+                (folder / "config.json").write_text(json.dumps(plain(config), indent=2) + "\n")
+        except OSError as error:
+            raise OSError(f"cannot write {error.filename}: {error.strerror}; choose another --output-dir") from error
+        if full:
             raise FileExistsError(f"{folder} exists and is not empty: choose another --output-dir or remove it")
-        folder.mkdir(parents=True, exist_ok=True)
         self.folder, self._steps, self._quiet = folder, steps, quiet
         self.rows: list[dict[str, float]] = []
         self._began = time.perf_counter()
-        (folder / "config.json").write_text(json.dumps(plain(config), indent=2) + "\n")
         self._file: IO[str] = (folder / "metrics.jsonl").open("w")
 
     def step(self, row: Mapping[str, float]) -> None:

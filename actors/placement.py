@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from actors.config import GeneratorConfig, RolloutConfig, TrainerConfig
+from actors.types import require
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,15 +45,8 @@ def plan(
     Raises:
         ValueError: it does not fit, with the numbers.
     """
-    for name, count in (
-        ("trainer.ranks", trainer.ranks),
-        ("generator.replicas", generator.replicas),
-        ("generator.tp", generator.tp),
-        ("rollout.workers", rollout.workers),
-        ("hosts", hosts),
-    ):
-        if count < 1:
-            raise ValueError(f"{name} must be at least 1, not {count}")
+    require("placement", 1, hosts=hosts)
+    require("placement", 0, gpus=gpus)
     workers = Spot(name="rollout", hosts=(0,), ranks_per_host=rollout.workers, threads=1)
     buffer = Spot(name="buffer", hosts=(0,), ranks_per_host=1, threads=1)
     free = {host: list(range(gpus)) for host in range(hosts)}

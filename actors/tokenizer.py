@@ -141,9 +141,12 @@ def _read(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        return json.loads(file.read_text())
-    except json.JSONDecodeError as error:
+        value = json.loads(file.read_text())
+    except ValueError as error:  # not JSON, or not even UTF-8
         raise ValueError(f"{str(file)!r} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{str(file)!r} must hold a JSON object, not a {type(value).__name__}")
+    return value
 
 
 def _content(value: Any) -> str | None:

@@ -7,6 +7,7 @@ version -1. Nothing is shifted here: the shift by one (logits at t-1 predict tok
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -15,6 +16,18 @@ import numpy as np
 
 Finish = Literal["stop", "length", "abort", "error", "timeout"]
 TurnKind = Literal["prompt", "action", "observation"]
+
+
+def require(section: str, low: float, high: float = sys.float_info.max, /, **values: float) -> None:
+    """Refuse settings outside [low, high]; NaN lies in no range, infinity only in one that ends with it.
+
+    Raises:
+        ValueError: names the first of `values` that does not fit, as `section.name`.
+    """
+    for name, value in values.items():
+        if not low <= value <= high:
+            bounds = f"at least {low:g}" if high >= sys.float_info.max else f"in {low:g}..{high:g}"
+            raise ValueError(f"{section}.{name} must be {bounds}, not {value}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +44,13 @@ class Sampling:
     """Most tokens of one completion; reaching it finishes with `length`."""
     stop: tuple[str, ...] = ()
     """Strings that end a completion; the token that completes one is kept and the finish is `stop`."""
+
+    def __post_init__(self) -> None:
+        require("sampling", 0, temperature=self.temperature, top_k=self.top_k)
+        require("sampling", 1e-6, 1, top_p=self.top_p)
+        require("sampling", 1, max_tokens=self.max_tokens)
+        if "" in self.stop:
+            raise ValueError("sampling.stop has an empty string, which every completion contains: leave it out")
 
 
 class RequestId(NamedTuple):

@@ -70,6 +70,11 @@ class Native:
             dtype=logits.dtype,
             device=self.device,
         )
+        if unknown := [id for id in self.tokenizer.eos_ids if not 0 <= id < logits.shape[-1]]:
+            raise ValueError(
+                f"the end tokens {unknown} of {folder!r} are not among its model's {logits.shape[-1]}: "
+                "correct eos_token_id in its generation_config.json or config.json"
+            )
         self.ends = np.zeros(logits.shape[-1], bool)
         self.ends[list(self.tokenizer.eos_ids)] = True
         self.classes = np.ceil(np.log2(np.maximum(np.arange(config.max_length + 2), _SHORTEST_CLASS))).astype(np.int8)
@@ -88,7 +93,7 @@ class Native:
         """Queue a request, first come first served; a deterministic engine lets it wait for its own slot.
 
         Raises:
-            ValueError: empty prompt, a token that the model lacks, no token to make, prompt + max_tokens beyond
+            ValueError: empty prompt, a token that the model lacks, prompt + max_tokens beyond
                 `max_length`, or weights older than `min_version`.
         """
         check(request, self.version)

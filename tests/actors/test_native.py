@@ -1,3 +1,4 @@
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -379,7 +380,6 @@ def test_a_slot_can_be_filled_to_its_last_token(folder):
     [
         ({"prompt": []}, "empty prompt"),
         ({"prompt": [5] * 10, "max_tokens": 7}, r"prompt of 10 \+ max_tokens 7 .* 16 .*--generator.engine.max-length"),
-        ({"prompt": [5], "max_tokens": 0}, "max_tokens 0"),
         ({"prompt": [5, 64], "max_tokens": 5}, "prompt token that is not among the model's 64"),
         ({"prompt": [-1], "max_tokens": 5}, "prompt token that is not among the model's 64"),
         ({"prompt": [5], "max_tokens": 5, "min_version": 2}, "wants version 2, the engine holds 0"),
@@ -390,6 +390,13 @@ def test_bad_requests_are_refused(folder, bad, message):
     with pytest.raises(ValueError, match=message):
         engine.add(request(0, **bad))
     assert engine.unfinished == 0
+
+
+def test_an_end_token_that_the_model_lacks_is_refused(folder, tmp_path):
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    (copy / "generation_config.json").write_text('{"eos_token_id": [2, 64]}')
+    with pytest.raises(ValueError, match=r"end tokens \[64\] .* are not among its model's 64"):
+        Native(NativeEngine(slots=2, max_length=16), str(copy))
 
 
 def test_weights_that_are_not_finite_are_an_error(folder):

@@ -122,6 +122,13 @@ def test_missing_and_broken_files(tmp_path):
     (tmp_path / "tokenizer.json").write_text('{"model": 3}')
     with pytest.raises(ValueError, match="cannot read the tokenizer"):
         Tokenizer.load(str(tmp_path))
+    char_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"config\.json' must hold a JSON object, not a list"):
+        Tokenizer.load(str(tmp_path))
+    (tmp_path / "config.json").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=r"config\.json' is not valid JSON"):
+        Tokenizer.load(str(tmp_path))
 
 
 def test_imports_neither_torch_nor_transformers():
