@@ -75,9 +75,9 @@ class ReplayBuffer(Actor):
         await self._wake()
 
     @concurrent_endpoint
-    async def failed(self, ticket: int, attempt: int) -> None:
-        """Record a failed attempt."""
-        self._ledger.failed(ticket, attempt)
+    async def failed(self, ticket: int, attempt: int, reason: str) -> None:
+        """Record a failed attempt; raises as `Ledger.failed` does."""
+        self._ledger.failed(ticket, attempt, reason)
         await self._wake()
 
     @concurrent_endpoint

@@ -19,6 +19,8 @@ from actors.types import GroupMeta, Lease, Taken
 log = logging.getLogger(__name__)
 
 DROP_REASONS = ("stale", "zero_variance", "failed", "end")
+HOPELESS = 100
+"""Attempts that fail in a row before the run ends."""
 
 
 def admission(config: BufferConfig) -> int | None:
@@ -31,16 +33,8 @@ def admission(config: BufferConfig) -> int | None:
         ValueError: the settings contradict each other.
     """
     c = config
-    if c.in_flight is not None and c.in_flight < 1:
-        raise ValueError(f"buffer: in_flight must be at least 1, not {c.in_flight}")
-    if c.groups_per_step < 1 or c.reuse < 1 or c.attempts < 1 or c.refill_cap < 1:
-        raise ValueError("buffer: groups_per_step, reuse, attempts and refill_cap must be at least 1")
-    if c.max_staleness < -1 or (c.depth is not None and c.depth < -1):
-        raise ValueError("buffer: max_staleness and depth are -1 (no bound) or at least 0")
     allowed = None if c.max_staleness == -1 else c.max_staleness
     if c.order == "window":
-        if c.window < 1:
-            raise ValueError("buffer: window must be at least 1")
         wait = -(-(c.window - 1) // c.groups_per_step)
         if allowed is not None:
             allowed -= wait
@@ -149,6 +143,8 @@ class Ledger:
         self._finished = 0
         self._flat = 0
         """Zero-variance groups dropped on the way to the next batch."""
+        self._failures = 0
+        """Attempts that failed since a group was finished."""
         self._ended = False
         self._since = _Since()
         self._lengths: dict[str, list[int]] = {"dropped": [0, 0], "trained": [0, 0]}
@@ -222,16 +218,24 @@ class Ledger:
         if entry is None:
             self._free(meta)
             return False
+        self._failures = 0
         entry.meta = meta
         entry.finished_as = self._finished
         self._finished += 1
         return True
 
-    def failed(self, ticket: int, attempt: int) -> bool:
-        """Record a failed attempt; the ticket is tried again or dropped. False if the attempt is not current."""
+    def failed(self, ticket: int, attempt: int, reason: str) -> bool:
+        """Record a failed attempt; the ticket is tried again or dropped. False if the attempt is not current.
+
+        Raises:
+            RuntimeError: `HOPELESS` attempts failed in a row: the task is broken, and no step would ever be full.
+        """
         entry = self._current(ticket, attempt)
         if entry is None:
             return False
+        self._failures += 1
+        if self._failures >= HOPELESS:
+            raise RuntimeError(f"{self._failures} groups failed in a row and none was finished; the last: {reason}")
         if attempt + 1 >= self.config.attempts:
             self._again.append(entry)
             self._drop(entry, "failed")

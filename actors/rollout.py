@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -45,6 +46,8 @@ PROBE_TOKENS = 8
 """Most tokens of a probe's completion: it is to be done before the next swap."""
 
 
+_Begun = tuple[list[Environment], list["Stream"], list[Completion]]
+"""Of each member of a group that has begun."""
 Part = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 """Tokens, mask, logprobs and versions of one turn."""
 
@@ -197,13 +200,25 @@ class RolloutWorker(Actor):
                     self._groups[key] = tasks.create_task(self._lead(lease))
 
     @concurrent_endpoint
-    async def probe(self, version: int, replica: int, members: int) -> Probe:
-        """Sample short rollouts on one replica, begun at `version`, whose logprobs the trainer compares with its own.
+    async def probe(self, version: int, replica: int, members: int) -> Probe | None:
+        """Sample short completions on one replica, begun at `version`, whose logprobs the trainer compares with its
+        own; None if the environments did not begin. Nobody judges them.
 
         Tokens before a swap are wholly of that version, so a swap on the way leaves fewer to compare.
         """
-        lease = Lease(ticket=PROBE_TICKET, attempt=version, row=version, version=version)
-        group = await self._play_group(lease, replica, members)
+        row = version % (self._play.task.rows or version + 1)
+        lease = Lease(ticket=PROBE_TICKET, attempt=version, row=row, version=version)
+        try:
+            async with (
+                asyncio.timeout(self._play.timeout),
+                self._begun(lease, replica, members) as (_, streams, drawn),
+            ):
+                for stream, completion in zip(streams, drawn, strict=True):
+                    stream.act(completion, 0.0)
+        except (EpisodeError, TimeoutError) as error:
+            log.warning("no probe of version %d: %r", version, error)
+            return None
+        group = Group(ticket=PROBE_TICKET, attempt=version, row=row, rollouts=tuple(s.finish() for s in streams))
         return Probe(version=version, handle=payload.write(group, self._play.folder))
 
     async def _question(self, suspect: Suspect) -> None:
@@ -216,7 +231,7 @@ class RolloutWorker(Actor):
         replica = self._router.pick(lease.ticket, (lease.ticket, lease.attempt))
         try:
             async with asyncio.timeout(self._play.timeout):
-                group = await self._play_group(lease, replica, self._play.group_size)
+                group = await self._play_group(lease, replica)
             handle = payload.write(group, self._play.folder)
         except _GivenUp as gone:
             await self._replicas[replica].abort.call_one(lease.ticket, lease.attempt)
@@ -230,36 +245,41 @@ class RolloutWorker(Actor):
                 log.warning("an episode failed for the first time:\n%s", traceback.format_exc())
             log.warning("ticket %d (row %d) attempt %d failed: %r", lease.ticket, lease.row, lease.attempt, error)
             await self._replicas[replica].abort.call_one(lease.ticket, lease.attempt)
-            await self._buffer.failed.call_one(lease.ticket, lease.attempt)
+            await self._buffer.failed.call_one(lease.ticket, lease.attempt, repr(error))
         else:
             await self._buffer.put.call_one(meta_of(group, handle))
         finally:
             self._router.forget((lease.ticket, lease.attempt))
             del self._groups[lease.ticket, lease.attempt]
 
-    async def _play_group(self, lease: Lease, replica: int, members: int) -> Group:
-        """All members of a group: the first actions in one call, then each episode at its own pace."""
+    @asynccontextmanager
+    async def _begun(self, lease: Lease, replica: int, members: int) -> AsyncIterator[_Begun]:
+        """The members' environments, streams and first completions, which are drawn in one call."""
         row = self._play.task.row(lease.row)
-        environments = [self._play.task.environment() for _ in range(members)]
+        environments: list[Environment] = []
         try:
             with _episode_errors("reset"):
+                for _ in range(members):
+                    environments.append(self._play.task.environment())
                 prompts = [await environment.reset(row) for environment in environments]
             streams = [Stream(part, self._play.sampling) for part in self._encode(prompts)]
             first = [self._request(lease, member, 0, stream) for member, stream in enumerate(streams)]
-            completions = await self._generate(replica, first)
-            async with asyncio.TaskGroup() as tasks:
-                for member in range(members):
-                    tasks.create_task(
-                        self._episode(
-                            lease, replica, member, environments[member], streams[member], completions[member]
-                        )
-                    )
+            yield environments, streams, await self._generate(replica, first)
+        finally:
+            with _episode_errors("close"):
+                for environment in environments:
+                    await environment.close()
+
+    async def _play_group(self, lease: Lease, replica: int) -> Group:
+        """All members of a group: the first actions together, then each episode at its own pace."""
+        try:
+            async with self._begun(lease, replica, self._play.group_size) as begun, asyncio.TaskGroup() as tasks:
+                streams = begun[1]
+                for member, (environment, stream, completion) in enumerate(zip(*begun, strict=True)):
+                    tasks.create_task(self._episode(lease, replica, member, environment, stream, completion))
         except BaseExceptionGroup as errors:
             # The first error ended the group; the others are its consequence.
             raise errors.exceptions[0] from None
-        finally:
-            for environment in environments:
-                await environment.close()
         rollouts = tuple(stream.finish() for stream in streams)
         return Group(ticket=lease.ticket, attempt=lease.attempt, row=lease.row, rollouts=rollouts)
 
@@ -276,6 +296,8 @@ class RolloutWorker(Actor):
         for turn in itertools.count(1):
             with _episode_errors("step"):
                 outcome = await environment.step(self._tokenizer.decode(completion.tokens), completion.finish)
+                if not math.isfinite(outcome.reward):
+                    raise ValueError(f"the reward is {outcome.reward}: it must be finite")
             stream.act(completion, outcome.reward)
             if outcome.observation is None:
                 return

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import signal
 import sys
 import time
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import tyro
+from monarch.actor import ActorError
 from monarch.spmd import setup_torch_elastic_env_async
 
 from actors import payload
@@ -38,9 +40,10 @@ from actors.placement import plan
 from actors.rollout import Play, RolloutWorker
 from actors.shm import RunFolder
 from actors.sync import Replica, WeightPublisher, WeightReceiver, WeightSync
+from actors.tokenizer import Tokenizer
 from actors.trainer import Trainer
 from actors.transports import make_transport
-from actors.types import Probe, StepReport, Taken
+from actors.types import Probe, StepReport, Taken, require
 from losses import DIS, PolicyGradient, PPOClip, group_mean, group_norm
 from recipes.tasks.addition import Addition
 from recipes.tasks.modmix import Modmix
@@ -65,7 +68,7 @@ class Config:
     epochs: int | None = None
     """Passes over the task's rows before the data ends. Default: until all steps are done."""
     probe: int = 8
-    """Rollouts per version of a few tokens whose logprobs the trainer recomputes: `policy/engine_gap_*`."""
+    """Rollouts per version of a few tokens whose logprobs the trainer recomputes: `policy/engine_gap_*`; 0 is none."""
     loss: DIS | PPOClip | PolicyGradient = field(default_factory=DIS)
     """Objective."""
     advantage: Literal["group_norm", "group_mean"] = "group_norm"
@@ -77,6 +80,13 @@ class Config:
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
+
+    def __post_init__(self) -> None:
+        require("config", 1, steps=self.steps, group_size=self.group_size)
+        require("config", 0, probe=self.probe)
+        for name, count in (("epochs", self.epochs), ("task.rows", self.task.rows)):
+            if count is not None:
+                require("config", 1, **{name: count})
 
 
 ADVANTAGES = {"group_norm": group_norm, "group_mean": group_mean}
@@ -116,8 +126,14 @@ async def train(config: Config) -> dict[str, float]:
     config = resolve(config)
     assert config.model is not None
     placement = plan(config.generator, config.trainer, config.rollout)
+    room = room_for(config)
+    if not (Tokenizer.load(config.model).eos_ids or config.sampling.stop):
+        raise ValueError(
+            f"{config.model!r} names no end token, so no completion would stop: give its "
+            "generation_config.json an eos_token_id, or give --sampling.stop"
+        )
     async with contextlib.AsyncExitStack() as stack:
-        folder = RunFolder.create(room_for(config))
+        folder = RunFolder.create(room)
         stack.callback(folder.close)
         log = RunLog(config.output_dir or default_folder("grpo_async"), config, config.steps)
         transport = make_transport(config.sync.transport, folder.path)
@@ -201,7 +217,7 @@ class Controller:
         self.buffer, self.workers, self.generators = buffer, workers, generators
         self.trainer, self.sync = trainer, sync
         self.publishing: dict[int, asyncio.Task[None]] = {}
-        self.probing: dict[int, asyncio.Task[Probe]] = {}
+        self.probing: dict[int, asyncio.Task[Probe | None]] = {}
         self.stats: list[Stats] = []
         self.waited = self.published = 0.0
         self.tickets: set[int] = set()
@@ -211,7 +227,7 @@ class Controller:
         began = ended = time.perf_counter()
         self.stats = await self._stats()
         ready = tasks.create_task(wait(self.buffer.ready.call_one(0)))
-        self.probing[0] = tasks.create_task(self._sample_probe(0))
+        self._start_probe(0, tasks)
         for step in range(self.config.steps):
             taken: Taken = await ready
             waited = time.perf_counter() - ended
@@ -241,17 +257,19 @@ class Controller:
             await asyncio.shield(self.publishing.pop(version - 1))
         self.published += 1
         await self.buffer.announce.call_one(version)
-        self.probing[version] = tasks.create_task(self._sample_probe(version))
+        self._start_probe(version, tasks)
         stats, old = await self._stats(), self.stats
         self.stats = stats
         row["perf/generated_tokens"] = sum(new.tokens - last.tokens for new, last in zip(stats, old, strict=True))
         row["idle/generator"] = 1 - _busy(stats, old)
         self.log.step(row)
 
-    async def _sample_probe(self, version: int) -> Probe:
+    def _start_probe(self, version: int, tasks: asyncio.TaskGroup) -> None:
         """Short rollouts at one version, for the trainer to compare logprobs; the replicas take turns."""
-        replica = version % self.config.generator.replicas
-        return await self.workers.slice(ranks=0).probe.call_one(version, replica, self.config.probe)
+        if self.config.probe:
+            replica = version % self.config.generator.replicas
+            sampled = self.workers.slice(ranks=0).probe.call_one(version, replica, self.config.probe)
+            self.probing[version] = tasks.create_task(wait(sampled))
 
     async def _probe_for(self, step: int) -> Probe | None:
         """The newest probe that the trainer can still compare: of the version that it holds or of the one before.
@@ -259,13 +277,16 @@ class Controller:
         Synchronous steps wait for that of their own version. Others may have to wait for the one before, whose weights
         the generators have held for a step.
         """
+        if not self.config.probe:
+            return None
         oldest = step if self.config.buffer.max_staleness == 0 else max(0, step - 1)
         if oldest in self.publishing:
             await asyncio.shield(self.publishing[oldest])
         await self.probing[oldest]
         newest = max(version for version, task in self.probing.items() if task.done())
         for version in [v for v in self.probing if v < newest]:
-            payload.free(self.probing.pop(version).result().handle)
+            if (probe := self.probing.pop(version).result()) is not None:
+                payload.free(probe.handle)
         return self.probing[newest].result()
 
     def _account(self, taken: Taken, reports: list[StepReport]) -> None:
@@ -302,10 +323,15 @@ def _busy(new: list[Stats], old: list[Stats]) -> float:
 
 
 def cause(error: BaseException) -> str:
-    """One line on the first error of a group."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
+    """One line on the first error of a group; of an actor's error the call and what was raised in it."""
+    where = ""
+    while isinstance(error, BaseExceptionGroup | ActorError):
+        if isinstance(error, ActorError):
+            where += f"{error.message.rstrip('.')}: "
+            error = error.exception
+        else:
+            error = error.exceptions[0]
+    return f"{where}{type(error).__name__}: {' '.join(str(error).split())[:400]}"
 
 
 SHOWN = (
@@ -322,12 +348,16 @@ def main() -> None:
     """Entry point of `python -m recipes.grpo_async`."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", force=True)
     config = tyro.cli(Config, config=(tyro.conf.CascadeSubcommandArgs,))
+    # SIGTERM ends the run in order, as Ctrl-C does.
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
         summary = asyncio.run(train(config))
     except (ValueError, OSError) as error:
         sys.exit(f"grpo_async: {error}")
-    except BaseExceptionGroup as group:
-        print(f"grpo_async: {cause(group)}", file=sys.stderr)
+    except KeyboardInterrupt:
+        sys.exit("grpo_async: ended by a signal before its last step")
+    except Exception as error:
+        print(f"grpo_async: {cause(error)}", file=sys.stderr)
         raise
     print("  ".join(f"{name} {summary[name]:.3g}" for name in SHOWN if name in summary))
 

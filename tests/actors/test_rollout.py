@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -66,6 +67,7 @@ class Buffer:
 
     def __init__(self, replies):
         self.replies, self.metas, self.failures, self.given_up = list(replies), [], [], []
+        self.reasons = []
         self.stale = Endpoint(self._stale)
         self.lease, self.put, self.failed = Endpoint(self._lease), Endpoint(self._put), Endpoint(self._failed)
         self.changed = asyncio.Event()
@@ -84,8 +86,9 @@ class Buffer:
         self.given_up.append((ticket, attempt, oldest, actions.tolist()))
         self.changed.set()
 
-    async def _failed(self, ticket, attempt):
+    async def _failed(self, ticket, attempt, reason):
         self.failures.append((ticket, attempt))
+        self.reasons.append(reason)
         self.changed.set()
 
 
@@ -214,6 +217,14 @@ def test_an_environment_error_costs_one_attempt_and_is_shown_once(model, caplog)
     assert caplog.text.count("Traceback") == 1 and "no reward" in caplog.text
 
 
+@pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf])
+def test_a_reward_that_is_not_finite_costs_an_attempt(model, reward):
+    buffer = Buffer([leases((0, 0)), done])
+    run(worker(model, Task(lambda: SingleTurn(reward=lambda *a, **k: reward)), buffer, [Replica({0: [1]})]))
+    assert buffer.failures == [(0, 0)] and not buffer.metas
+    assert f"the reward is {reward}: it must be finite" in buffer.reasons[0]
+
+
 def test_a_group_that_takes_too_long_fails_and_is_aborted(model):
     gate = asyncio.Event()
     replica = Replica({0: [1]}, gate)
@@ -261,6 +272,43 @@ def test_a_probe_is_short_and_of_no_ticket(model):
     assert {r.id.ticket for r in replica.requests} == {-1}
     assert {r.sampling.max_tokens for r in replica.requests} == {8}
     assert len({r.seed for r in replica.requests}) == 6 and {r.min_version for r in replica.requests} == {0, 1}
+
+
+def test_a_probe_asks_no_reward_keeps_to_the_rows_and_misses_out_when_an_environment_fails(model, caplog):
+    class Data(Task):
+        rows = 3
+
+        def row(self, i):
+            return {"prompt": ["ab", "a", "b"][i]}
+
+    def forbidden(*args, **kwargs):
+        raise AssertionError("a probe is not judged")
+
+    replica = Replica({0: [1, 2]})
+    actor = worker(model, Data(lambda: SingleTurn(reward=forbidden)), None, [replica])
+    probe = call(RolloutWorker.probe, actor, 4, 0, 2)
+    assert payload.read(probe.handle).rollouts[1].tokens.tolist() == [1, 1, 2]
+
+    class Broken(TwoTurns):
+        async def reset(self, row):
+            raise OSError("no simulator")
+
+    assert call(RolloutWorker.probe, worker(model, Data(Broken), None, [replica]), 5, 0, 2) is None
+    assert "no probe of version 5" in caplog.text
+
+
+def test_an_environment_that_cannot_be_made_or_closed_costs_an_attempt(model):
+    class Unclosable(TwoTurns):
+        async def close(self):
+            raise OSError("cannot close")
+
+    def unmade():
+        raise OSError("cannot be made")
+
+    for environment, text in ((Unclosable, "environment close"), (unmade, "environment reset")):
+        buffer = Buffer([leases((0, 0)), done])
+        run(worker(model, Task(environment), buffer, [Replica({0: [1, 2], 1: [2]})]))
+        assert buffer.failures == [(0, 0)] and text in buffer.reasons[0] and not buffer.metas
 
 
 def test_router_is_sticky_prefers_the_light_and_can_be_fixed():
