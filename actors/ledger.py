@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 DROP_REASONS = ("stale", "zero_variance", "failed", "end")
 HOPELESS = 100
-"""Attempts that fail in a row before the run ends."""
+"""Attempts that fail, or groups of equal rewards, in a row before the run ends."""
 
 
 def admission(config: BufferConfig) -> int | None:
@@ -250,7 +250,10 @@ class Ledger:
         """The groups of `step`, or None while they are not there yet.
 
         Too old groups are ended first, so that every group returned keeps the bound. A batch is short when the data
-        ended, when `filter` removed groups, or when `refill` reached its cap.
+        ended, when `filter` removed groups, or when `refill` reached its cap; it is empty only at the end of the data.
+
+        Raises:
+            RuntimeError: the rewards of `HOPELESS` groups or more were equal and no other came: nothing can be learnt.
         """
         if step != self._next_step:
             raise ValueError(f"buffer: step {step} taken out of order, next is {self._next_step}")
@@ -259,14 +262,19 @@ class Ledger:
         most = p * self.config.refill_cap if zero == "refill" else p
         chosen: list[_Open] = []
         for entry in self._candidates():
-            if len(chosen) == p or self._flat + len(chosen) == most:
+            if len(chosen) == p or (chosen and self._flat + len(chosen) >= most):
                 break
             if zero != "keep" and _zero_variance(entry):
                 self._drop(entry, "zero_variance")
                 self._flat += 1
             else:
                 chosen.append(entry)
-        full = len(chosen) == p or self._flat + len(chosen) == most
+        if not chosen and self._flat >= max(most, HOPELESS):
+            raise RuntimeError(
+                f"step {step}: the rewards within each of {self._flat} groups were equal and no other came; raise "
+                "--sampling.temperature or --group-size, or train them with --buffer.zero-variance keep"
+            )
+        full = len(chosen) == p or (chosen and self._flat + len(chosen) >= most)
         if not full and not self._drained():
             return None
         self._flat = 0

@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """mallopt's option numbers, from glibc's malloc.h."""
+NAME_SECONDS = 3.0
+"""How long a death waits for the report that names one of our actors; each mesh is asked once a second or so."""
 STOP_SECONDS = 20.0
 """Longest wait for one mesh to stop; eight processes need about eight seconds."""
 
@@ -54,7 +56,10 @@ class Meshes:
         if self._stopping:
             log.debug("a process of a run that is over died: %s", failure)
         else:
-            loop.call_soon_threadsafe(self._record, str(failure))
+            # Monarch's own actors in the process are reported too, under names that do not say which process it was.
+            report: str = failure.report()
+            ours = "monarch._src." not in report and not failure.mesh_name.startswith("logger-")
+            loop.call_soon_threadsafe(loop.call_later, 0 if ours else NAME_SECONDS, self._record, report)
 
     def _record(self, failure: str) -> None:
         if not self._fault.done():

@@ -143,7 +143,7 @@ async def train(config: Config) -> dict[str, float]:
         )
         generator_procs = [meshes.spawn(spot) for spot in placement.generators]
         generators = [
-            procs.spawn("generator", Generator, config.generator, config.model, config.group_size, spot.device)
+            procs.spawn(spot.name, Generator, config.generator, config.model, config.group_size, spot.device)
             for procs, spot in zip(generator_procs, placement.generators, strict=True)
         ]
         leads = [generator.slice(ranks=0) for generator in generators]
@@ -165,11 +165,12 @@ async def train(config: Config) -> dict[str, float]:
         trainer = trainer_procs.spawn(
             "trainer", Trainer, config.trainer, config.sync, folder.path, placement.trainer.device
         )
-        await asyncio.gather(
-            *(generator.setup.call() for generator in generators),
-            trainer.setup.call(config.model, config.loss, ADVANTAGES[config.advantage], config.steps),
-        )
         async with asyncio.TaskGroup() as tasks:
+            watch = tasks.create_task(meshes.watch())
+            await asyncio.gather(
+                *(generator.setup.call() for generator in generators),
+                trainer.setup.call(config.model, config.loss, ADVANTAGES[config.advantage], config.steps),
+            )
             sync = WeightSync(
                 config.sync,
                 transport,
@@ -182,7 +183,6 @@ async def train(config: Config) -> dict[str, float]:
             )
             stack.push_async_callback(sync.close)
             await sync.setup()
-            watch = tasks.create_task(meshes.watch())
             for generator, lead in zip(generators, leads, strict=True):
                 followers = [generator.slice(ranks=rank) for rank in range(1, config.generator.tp)]
                 tasks.create_task(wait(lead.run.call_one(followers)))
@@ -193,6 +193,14 @@ async def train(config: Config) -> dict[str, float]:
             await trainer.close.call()
             watch.cancel()
     return summary
+
+
+async def train_until_signal(config: Config) -> dict[str, float]:
+    """`train`; SIGTERM ends it in order by a CancelledError, as Ctrl-C does."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    return await train(config)
 
 
 async def wait(answer: Any) -> Any:
@@ -348,13 +356,11 @@ def main() -> None:
     """Entry point of `python -m recipes.grpo_async`."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", force=True)
     config = tyro.cli(Config, config=(tyro.conf.CascadeSubcommandArgs,))
-    # SIGTERM ends the run in order, as Ctrl-C does.
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
-        summary = asyncio.run(train(config))
+        summary = asyncio.run(train_until_signal(config))
     except (ValueError, OSError) as error:
         sys.exit(f"grpo_async: {error}")
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, asyncio.CancelledError):
         sys.exit("grpo_async: ended by a signal before its last step")
     except Exception as error:
         print(f"grpo_async: {cause(error)}", file=sys.stderr)

@@ -297,6 +297,29 @@ def test_zero_variance_is_kept_filtered_or_refilled():
     assert tickets(book.take(0)) == [1]
 
 
+@pytest.mark.parametrize("mode", ["filter", "refill"])
+@pytest.mark.parametrize("steps", [1, 9])
+def test_a_batch_is_never_empty_while_the_data_goes_on(mode, steps):
+    """Past what one step looks at, the buffer looks on until one group can be trained, or nearly for ever."""
+    book = ledger(groups_per_step=2, max_staleness=1, zero_variance=mode, refill_cap=2, steps=steps)
+
+    def flat(times):
+        for _ in range(times):
+            (lease,) = book.lease(0, 1)
+            book.put(meta(lease, rewards=(1.0, 1.0)))
+            assert book.take(0) is None
+
+    flat(50)
+    (lease,) = book.lease(0, 1)
+    book.put(meta(lease, rewards=(0.0, 1.0)))
+    assert tickets(book.take(0)) == [lease.ticket]
+
+    book = ledger(groups_per_step=2, max_staleness=1, zero_variance=mode, refill_cap=2, steps=steps)
+    flat(99)
+    with pytest.raises(RuntimeError, match="step 0: the rewards within each of 100 groups were equal"):
+        flat(1)
+
+
 def test_a_group_is_reused_as_often_as_allowed_and_counted_once():
     book = ledger(groups_per_step=2, max_staleness=3, reuse=2, steps=3)
     uses: list[int] = []
