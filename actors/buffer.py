@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,8 +36,16 @@ class ReplayBuffer(Actor):
     """The ledger behind a mailbox. Callers wait on a condition; every change wakes them to look again."""
 
     def __init__(
-        self, config: BufferConfig, steps: int, rows: int | None = None, epochs: int | None = None, seed: int = 0
+        self,
+        config: BufferConfig,
+        steps: int,
+        rows: int | None = None,
+        epochs: int | None = None,
+        seed: int = 0,
+        timeout: float = math.inf,
     ) -> None:
+        """`timeout`: seconds in which a worker ends each group, one way or another; `Ledger` has the others."""
+        self._timeout = timeout
         self._ledger = Ledger(
             config, steps=steps, rows=rows, epochs=epochs, seed=seed, free=lambda meta: payload.free(meta.handle)
         )
@@ -82,7 +91,12 @@ class ReplayBuffer(Actor):
 
     @concurrent_endpoint
     async def ready(self, step: int) -> Taken:
-        """Wait until the batch of `step` is complete and take it; staleness is fixed by this."""
+        """Wait until the batch of `step` is complete and take it; staleness is fixed by this.
+
+        Raises:
+            RuntimeError: a worker hangs, since a group neither ended nor failed in its time; or as `Ledger.take`.
+        """
+        idle = 0.0
         async with self._changed:
             while (taken := self._ledger.take(step)) is None:
                 # Evictions and filters in a failed attempt give slots back.
@@ -90,8 +104,16 @@ class ReplayBuffer(Actor):
                 try:
                     async with asyncio.timeout(PATIENCE):
                         await self._changed.wait()
+                    idle = 0.0
                 except TimeoutError:
-                    log.warning("no progress for %.0f s: %s", PATIENCE, self._ledger.waiting_for(step))
+                    idle += PATIENCE
+                    waiting = self._ledger.waiting_for(step)
+                    if self._ledger.flying and idle > self._timeout + PATIENCE:
+                        raise RuntimeError(
+                            f"a rollout worker hangs, perhaps in a reward that never returns: no group ended in "
+                            f"{idle:.0f} s and each has {self._timeout:.0f} s; {waiting}"
+                        ) from None
+                    log.warning("no progress for %.0f s: %s", idle, waiting)
             self._changed.notify_all()
             return taken
 

@@ -157,6 +157,11 @@ class Ledger:
         """Tickets issued and not ended."""
         return len(self._open)
 
+    @property
+    def flying(self) -> int:
+        """Groups that workers have."""
+        return sum(t.meta is None and t not in self._again for t in self._open.values())
+
     def _untaken(self) -> list[_Open]:
         return [t for t in self._open.values() if t.taken is None]
 

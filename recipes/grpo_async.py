@@ -139,7 +139,14 @@ async def train(config: Config) -> dict[str, float]:
         transport = make_transport(config.sync.transport, folder.path)
         meshes = await stack.enter_async_context(Meshes())
         buffer = meshes.spawn(placement.buffer).spawn(
-            "buffer", ReplayBuffer, config.buffer, config.steps, config.task.rows, config.epochs, config.seed
+            "buffer",
+            ReplayBuffer,
+            config.buffer,
+            config.steps,
+            config.task.rows,
+            config.epochs,
+            config.seed,
+            config.rollout.timeout,
         )
         generator_procs = [meshes.spawn(spot) for spot in placement.generators]
         generators = [

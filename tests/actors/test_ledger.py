@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import heapq
 import itertools
 import logging
@@ -12,6 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from actors import buffer
+from actors.buffer import ReplayBuffer
 from actors.config import BufferConfig
 from actors.ledger import Ledger, RowOrder, Suspect, admission
 from actors.types import GroupMeta, Lease, PayloadHandle
@@ -259,6 +262,25 @@ def test_a_second_result_for_a_ticket_is_ignored_and_freed():
     book.take(0)
     assert not book.put(meta(a))
     assert book.put(meta(b))
+
+
+def test_a_worker_that_hangs_ends_the_wait_but_a_long_step_does_not(monkeypatch):
+    monkeypatch.setattr(buffer, "PATIENCE", 0.01)
+    actor = ReplayBuffer(BufferConfig(groups_per_step=1, max_staleness=0), 5, timeout=0.03)
+
+    def ready(step):
+        return ReplayBuffer.ready._method.__wrapped__(actor, step)
+
+    async def run():
+        (lease,) = actor._ledger.lease(0, 9)
+        with pytest.raises(RuntimeError, match=r"a rollout worker hangs.*oldest ticket 0"):
+            await ready(0)
+        actor._ledger.put(meta(lease))
+        await ready(0)
+        with pytest.raises(TimeoutError):  # nothing is in flight: the trainer takes its time
+            await asyncio.wait_for(ready(1), 0.3)
+
+    asyncio.run(run())
 
 
 # Zero variance, reuse, end of data

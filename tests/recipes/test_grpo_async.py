@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import os
 import shutil
@@ -190,15 +191,24 @@ def start_cli(*flags: str) -> subprocess.Popen[str]:
     )
 
 
-def shared_folders() -> set[Path]:
-    return set(Path(f"/dev/shm/meshrl-{os.getuid()}").glob("*"))
+def left_folders() -> set[Path]:
+    """Shared folders whose run is over: nobody holds their lock."""
+    left = set()
+    for lock in Path(f"/dev/shm/meshrl-{os.getuid()}").glob("*/lock"):
+        with lock.open("r+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
+            left.add(lock.parent)
+    return left
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_the_demo_learns(tmp_path):
     """The command of the README: no flags but the place of its output."""
-    before = shared_folders()
+    before = left_folders()
     process = start_cli("--output-dir", str(tmp_path / "demo"))
     text, _ = process.communicate()
     assert process.returncode == 0, text
@@ -209,12 +219,12 @@ def test_the_demo_learns(tmp_path):
     assert len([line for line in text.splitlines() if line.startswith("step ")]) == Config().steps
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "demo" / "model")
     assert sum(p.numel() for p in model.parameters()) > 100_000
-    assert shared_folders() <= before
+    assert left_folders() <= before
 
 
 @pytest.mark.slow
 def test_a_killed_process_ends_the_run_with_its_name_and_leaves_nothing(tmp_path):
-    before = shared_folders()
+    before = left_folders()
     process = start_cli("--steps", "100000", "--output-dir", str(tmp_path / "run"))
     assert process.stdout is not None
     lines = []
@@ -232,7 +242,7 @@ def test_a_killed_process_ends_the_run_with_its_name_and_leaves_nothing(tmp_path
     (line,) = [line for line in rest.splitlines() if line.startswith("grpo_async: ")]
     assert "Killed(sig=9)" in line and ("Trainer trainer" in line or "Generator generator" in line), line
     assert not [p for p in children if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-    assert shared_folders() <= before
+    assert left_folders() <= before
 
 
 def test_settings_that_cannot_work_are_one_line_and_no_output(tmp_path):
