@@ -165,7 +165,7 @@ class _GivenUp(Exception):
 def _episode_errors(where: str) -> Iterator[None]:
     try:
         yield
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a SystemExit would end the actor's event loop without a word
         raise EpisodeError(f"environment {where}: {error!r}") from error
 
 

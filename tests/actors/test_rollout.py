@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -223,6 +224,12 @@ def test_a_reward_that_is_not_finite_costs_an_attempt(model, reward):
     run(worker(model, Task(lambda: SingleTurn(reward=lambda *a, **k: reward)), buffer, [Replica({0: [1]})]))
     assert buffer.failures == [(0, 0)] and not buffer.metas
     assert f"the reward is {reward}: it must be finite" in buffer.reasons[0]
+
+
+def test_a_reward_that_exits_costs_an_attempt(model):
+    buffer = Buffer([leases((0, 0)), done])
+    run(worker(model, Task(lambda: SingleTurn(reward=lambda *a, **k: sys.exit(3))), buffer, [Replica({0: [1]})]))
+    assert buffer.failures == [(0, 0)] and "SystemExit(3)" in buffer.reasons[0] and not buffer.metas
 
 
 def test_a_group_that_takes_too_long_fails_and_is_aborted(model):
