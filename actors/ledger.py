@@ -371,7 +371,7 @@ class Ledger:
             max_staleness=self.config.max_staleness
             if self.config.stale == "mask" and self.config.max_staleness >= 0
             else None,
-            metrics=self._metrics(step, metas),
+            metrics=self._metrics(metas),
             last=self._ended,
         )
 
@@ -427,10 +427,9 @@ class Ledger:
             f"tried again, {self.open} of {self.capacity} slots are open, the generators hold version {self.version}"
         )
 
-    def _metrics(self, step: int, metas: list[GroupMeta]) -> dict[str, float]:
+    def _metrics(self, metas: list[GroupMeta]) -> dict[str, float]:
         trained = [r for m in metas for r in m.rewards.tolist()]
         actions = [n for m in metas for n in m.actions.tolist()]
-        ages = [step - v for m in metas for v in m.oldest.tolist() if v >= 0]
         self._lengths["trained"][0] += sum(actions)
         self._lengths["trained"][1] += len(actions)
         closed = self._since.rewards + trained
@@ -442,8 +441,6 @@ class Ledger:
             "rollout/length": _mean(actions),
             "rollout/length_max": float(max(actions, default=0)),
             "rollout/truncated": _mean([float(t) for m in metas for t in m.truncated.tolist()]),
-            "staleness/mean": _mean(ages),
-            "staleness/max": float(max(ages, default=0)),
             "staleness/dropped": float(self._since.dropped["stale"]),
             "staleness/dropped_length_ratio": self._length_ratio(),
             "buffer/open": float(self.open),

@@ -102,7 +102,7 @@ class Training:
         begin = time.perf_counter()
         if taken.step != self.version:
             raise ValueError(f"trainer rank {self.rank} holds version {self.version}, the batch is step {taken.step}")
-        metrics = {} if probe is None else self._compare(probe)
+        metrics = self._compare(probe)
         advantage = advantages(taken, self.advantage)
         pieces = [
             ranks[self.rank]
@@ -207,8 +207,17 @@ class Training:
         with torch.no_grad():
             return self.backend.forward(microbatch)[0]
 
-    def _compare(self, probe: Probe) -> dict[str, float]:
-        """|trainer - engine| of the probe's logprobs, both at its version. Every rank scores the whole probe."""
+    def _compare(self, probe: Probe | None) -> dict[str, float]:
+        """|trainer - engine| of the probe's logprobs, both at its version; nan if there is nothing to compare. Every
+        rank scores the whole probe."""
+        gap = torch.zeros(0, dtype=torch.float64) if probe is None else self._gap(probe)
+        return {
+            "policy/engine_gap_mean": gap.mean().item(),
+            "policy/engine_gap_max": gap.max().item() if len(gap) else math.nan,
+            "policy/engine_gap_tokens": float(len(gap)),
+        }
+
+    def _gap(self, probe: Probe) -> Tensor:
         rollouts = payload.read(probe.handle).rollouts
         microbatch = pack(
             rollouts, tickets=[-1] * len(rollouts), advantages=[0.0] * len(rollouts), step=probe.version
@@ -216,14 +225,7 @@ class Training:
         with nullcontext() if probe.version == self.version else self.staging.weights_of(probe.version):
             logprobs_T = self._score(microbatch)
         counts_T = microbatch.mask_T & (microbatch.versions_T == probe.version)
-        gap = (logprobs_T - microbatch.behaviour_T)[counts_T].abs().double()
-        if not len(gap):
-            return {"policy/engine_gap_tokens": 0.0}
-        return {
-            "policy/engine_gap_mean": gap.mean().item(),
-            "policy/engine_gap_max": gap.max().item(),
-            "policy/engine_gap_tokens": float(len(gap)),
-        }
+        return (logprobs_T - microbatch.behaviour_T)[counts_T].abs().double()
 
     def _over_ranks(self, values: Tensor, operation: Literal["sum", "max"]) -> Tensor:
         """Reduce in place over all ranks."""

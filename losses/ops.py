@@ -68,8 +68,17 @@ def reduce_terms(terms: Terms, inputs: LossInputs) -> Sums:
     """Sum the loss and each diagnostic over the tokens that count; `inputs` are those the objective got, `neutral`.
 
     Tokens outside the mask have exactly zero gradient and enter no sum.
+
+    Raises:
+        ValueError: the objective summed by itself, or gave values of another shape.
     """
     mask_T = inputs.mask_T
+    for name, values_T in {"loss_T": terms.loss_T, **terms.diagnostics_T}.items():
+        if values_T.shape != mask_T.shape:
+            raise ValueError(
+                f"the objective gave {name} of shape {tuple(values_T.shape)} for {len(mask_T)} tokens: return one value "
+                "per token and neither sum nor average"
+            )
 
     def total(values_T: Tensor) -> Tensor:
         return values_T.where(mask_T, 0.0).sum()

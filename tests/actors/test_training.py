@@ -318,7 +318,10 @@ def test_the_probe_compares_at_its_own_version(model: str, tmp_path: Path) -> No
         assert metrics["policy/engine_gap_max"] == pytest.approx(0.25, abs=2e-5)
         assert metrics["policy/engine_gap_tokens"] == 7 + 4
     wrong = replace(probe, version=1)
-    assert training.step(replace(taken, step=2), wrong).metrics["policy/engine_gap_tokens"] == 0
+    for nothing, step in ((wrong, 2), (None, 3)):
+        metrics = training.step(replace(taken, step=step), nothing).metrics
+        assert metrics["policy/engine_gap_tokens"] == 0
+        assert math.isnan(metrics["policy/engine_gap_mean"]) and math.isnan(metrics["policy/engine_gap_max"])
 
 
 def test_each_version_is_staged_after_its_step(model: str, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from losses import DIS, LossInputs, Objective, PolicyGradient, PPOClip
+from losses import DIS, LossInputs, Objective, PolicyGradient, PPOClip, Terms
 from losses.ops import neutral, reduce_terms
 
 NAN, INF = math.nan, math.inf
@@ -251,3 +251,12 @@ def test_impossible_bounds_are_refused(make: object) -> None:
 def test_importing_losses_needs_no_torch() -> None:
     code = "import sys, losses; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("name", ["loss_T", "mean ratio"])
+def test_an_objective_that_averages_by_itself_is_refused(name: str) -> None:
+    inputs = inputs_of([0.0, 0.0], [0.0, 0.0], [1.0, 1.0])
+    good, scalar = inputs.logprobs_T, inputs.logprobs_T.mean()
+    terms = Terms(loss_T=scalar) if name == "loss_T" else Terms(loss_T=good, diagnostics_T={name: scalar})
+    with pytest.raises(ValueError, match=rf"{name} of shape \(\) for 2 tokens: return one value per token"):
+        reduce_terms(terms, inputs)
