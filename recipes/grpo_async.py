@@ -183,8 +183,8 @@ async def train(config: Config) -> dict[str, float]:
                 transport,
                 trainer_procs.spawn("publisher", WeightPublisher, folder.path, transport, config.sync.timeout),
                 [
-                    Replica(receivers=procs.spawn("receiver", WeightReceiver), generators=generator)
-                    for procs, generator in zip(generator_procs, generators, strict=True)
+                    Replica(receivers=procs.spawn(f"receiver{i}", WeightReceiver), generators=generator)
+                    for i, (procs, generator) in enumerate(zip(generator_procs, generators, strict=True))
                 ],
                 tasks,
             )
