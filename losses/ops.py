@@ -76,8 +76,8 @@ def reduce_terms(terms: Terms, inputs: LossInputs) -> Sums:
     for name, values_T in {"loss_T": terms.loss_T, **terms.diagnostics_T}.items():
         if values_T.shape != mask_T.shape:
             raise ValueError(
-                f"the objective gave {name} of shape {tuple(values_T.shape)} for {len(mask_T)} tokens: return one value "
-                "per token and neither sum nor average"
+                f"the objective gave {name} of shape {tuple(values_T.shape)} for {len(mask_T)} tokens: return one "
+                "value per token and neither sum nor average"
             )
 
     def total(values_T: Tensor) -> Tensor:
