@@ -42,7 +42,7 @@ class BufferConfig:
     refill_cap: int = 4
     """With `--buffer.zero-variance refill`: at most this many times groups_per_step are looked at for one step."""
     attempts: int = 3
-    """Times that a failed group is issued again before its ticket is dropped."""
+    """Times that a group is tried before its ticket is dropped."""
 
     def __post_init__(self) -> None:
         require("buffer", 1, groups_per_step=self.groups_per_step, window=self.window, reuse=self.reuse)

@@ -14,6 +14,7 @@ from typing import IO, Any
 CONSOLE = (
     ("reward/mean", "reward {:.3f}"),
     ("rollout/length", "length {:5.1f}"),
+    ("rollout/truncated", "cut {:.0%}"),
     ("staleness/mean", "stale {:.1f}"),
     ("policy/loss", "loss {:+.4f}"),
     ("policy/grad_norm", "grad {:.2f}"),
@@ -48,6 +49,8 @@ class RunLog:
         self.rows: list[dict[str, float]] = []
         self._began = time.perf_counter()
         self._file: IO[str] = (folder / "metrics.jsonl").open("w")
+        if not quiet:
+            print(f"writing to {folder}", flush=True)
 
     def step(self, row: Mapping[str, float]) -> None:
         """Record one step: a line of JSON, flushed, and one of text."""

@@ -37,9 +37,10 @@ class Sampling:
     temperature: float = 1.0
     """Divides the logits; 0 is greedy, whose reported logprobs are those at temperature 1."""
     top_p: float = 1.0
-    """Keeps the smallest set of tokens whose probability reaches this; 1 keeps all."""
+    """Keeps the smallest set of tokens whose probability reaches this; 1 keeps all. The trainer scores over all tokens
+    so far, so below 1 ratios to the behaviour policy come out too small."""
     top_k: int = 0
-    """Keeps the k likeliest tokens; 0 keeps all."""
+    """Keeps the k likeliest tokens; 0 keeps all. Biases ratios as top_p does."""
     max_tokens: int = 256
     """Most tokens of one completion; reaching it finishes with `length`."""
     stop: tuple[str, ...] = ()
@@ -303,7 +304,7 @@ def derive_seed(run_seed: int, ticket: int, member: int, turn: int) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Probe:
-    """A few rollouts sampled wholly at one version, to compare the engine's logprobs with the trainer's at it."""
+    """A few short rollouts begun at one version: up to the next swap the engine's logprobs must be the trainer's."""
 
     version: int
     handle: PayloadHandle

@@ -15,7 +15,7 @@ class Addition(Scratchpad):
     """Two-digit sums. The prompt is `57+68=`; what follows the first `;` of the completion is the answer.
 
     The shipped checkpoint mostly guesses (`;125`) and sometimes adds digit by digit first (`780:5,561:2,1;125`), so
-    reward and completion length rise together: 9 tokens to 18.
+    reward and completion length rise together: from 8 tokens on average to 18.
     """
 
     max_tokens: ClassVar[int] = 22
