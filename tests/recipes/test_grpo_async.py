@@ -59,8 +59,11 @@ def check(folder: Path, config: Config) -> dict[str, float]:
     assert summary["trained"] == config.steps * config.buffer.groups_per_step
     bound = config.buffer.max_staleness
     assert max(row["staleness/max"] for row in rows) <= bound
-    assert max(row["policy/engine_gap_mean"] for row in rows) <= 5e-6
-    assert max(row["policy/engine_gap_max"] for row in rows) <= 1e-4
+    # On a busy machine swaps may come so fast that a version's probe has nothing to compare.
+    gaps = [row for row in rows if row["policy/engine_gap_mean"] is not None]
+    assert len(gaps) == len(rows) if bound == 0 else len(gaps) > len(rows) / 3
+    assert max(row["policy/engine_gap_mean"] for row in gaps) <= 5e-6
+    assert max(row["policy/engine_gap_max"] for row in gaps) <= 1e-4
     assert set(METRICS.split()) <= set(rows[0]) and all(row.keys() == rows[0].keys() for row in rows)
     assert json.loads((folder / "config.json").read_text())["steps"] == config.steps
     return summary
