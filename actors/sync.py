@@ -108,6 +108,11 @@ class Slots:
             raise RuntimeError(f"rank {self.rank}: the slot of version {version} holds {held}: it was lapped")
         return self._buckets[version % 2], self._seconds[version % 2]
 
+    @property
+    def exact(self) -> bool:
+        """Whether what is sent is bitwise what the trainer holds: no cast on the way."""
+        return all(view.dtype == local.dtype for view, local in zip(self._views[0], self._locals, strict=True))
+
     @contextmanager
     def weights_of(self, version: int) -> Iterator[None]:
         """Let the live weights be those of `version` (as sent), then restore them bitwise.

@@ -37,6 +37,11 @@ class Staging(Protocol):
         """Copy the live weights out as `version`; the seconds that took."""
         ...
 
+    @property
+    def exact(self) -> bool:
+        """Whether what is staged is bitwise the live weights."""
+        ...
+
     def weights_of(self, version: int) -> AbstractContextManager[None]:
         """Within it the live tensors hold what was staged as `version`."""
         ...
@@ -222,7 +227,8 @@ class Training:
         microbatch = pack(
             rollouts, tickets=[-1] * len(rollouts), advantages=[0.0] * len(rollouts), step=probe.version
         ).to(self.device)
-        with nullcontext() if probe.version == self.version else self.staging.weights_of(probe.version):
+        live = probe.version == self.version and self.staging.exact
+        with nullcontext() if live else self.staging.weights_of(probe.version):
             logprobs_T = self._score(microbatch)
         counts_T = microbatch.mask_T & (microbatch.versions_T == probe.version)
         return (logprobs_T - microbatch.behaviour_T)[counts_T].abs().double()

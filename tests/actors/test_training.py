@@ -325,6 +325,20 @@ def test_the_probe_compares_at_its_own_version(model: str, tmp_path: Path) -> No
         assert math.isnan(metrics["policy/engine_gap_mean"]) and math.isnan(metrics["policy/engine_gap_max"])
 
 
+def test_the_probe_compares_with_the_weights_that_were_sent(model: str, tmp_path: Path) -> None:
+    """An engine that got weights rounded to bfloat16 must be compared with those, at the live version too."""
+    rng = np.random.default_rng(5)
+    probed = [engine_like(model, rollout(rng, n, 2, 0), 0, 0.0) for n in (9, 6)]
+    (tmp_path / "probe").mkdir()
+    probe = Probe(version=0, handle=store([probed], str(tmp_path / "probe")).groups[0].handle)
+    backend, gaps = HfModel(model, "float32", CPU), []
+    for dtype in (torch.float32, torch.bfloat16):
+        kept = Kept(backend, dtype)
+        training = Training(TrainerConfig(lr=0.0), backend, WIDE, group_mean, kept, total_steps=10)
+        gaps.append(training.step(store(random_groups(), str(tmp_path)), probe).metrics["policy/engine_gap_max"])
+    assert gaps[0] < 1e-5 and gaps[1] > 1e-4
+
+
 def test_each_version_is_staged_after_its_step(model: str, tmp_path: Path) -> None:
     training = trainer(model, updates_per_step=2)
     assert isinstance(training.staging, Kept)

@@ -62,13 +62,17 @@ def store(groups: Sequence[Sequence[Rollout]], folder: str, step: int = 0, max_s
 class Kept:
     """Staging without files: whole copies of what the backend holds."""
 
-    def __init__(self, backend: Backend) -> None:
-        self.backend = backend
+    def __init__(self, backend: Backend, dtype: torch.dtype = torch.float32) -> None:
+        self.backend, self.dtype = backend, dtype
         self.versions: dict[int, list[torch.Tensor]] = {}
 
     def stage(self, version: int) -> float:
-        self.versions[version] = [shard.tensor.clone() for shard in self.backend.shards()]
+        self.versions[version] = [shard.tensor.to(self.dtype, copy=True) for shard in self.backend.shards()]
         return 0.0
+
+    @property
+    def exact(self) -> bool:
+        return self.dtype == torch.float32
 
     @contextmanager
     def weights_of(self, version: int) -> Iterator[None]:
