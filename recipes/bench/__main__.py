@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Annotated, Literal
 
@@ -47,9 +50,23 @@ def show(results: list[Result]) -> None:
     Console(width=180).print(table)
 
 
+@contextmanager
+def only_ours() -> Iterator[None]:
+    """Standard output goes to standard error meanwhile: what libraries and processes print is no row."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+
+
 if __name__ == "__main__":
     bench = tyro.cli(Bench)
-    found = measure(bench.subject)
+    with only_ours():
+        found = measure(bench.subject)
     if bench.json:
         print(json.dumps([asdict(result) | {"ok": result.ok} for result in found], indent=2))
     else:
