@@ -61,7 +61,7 @@ class RunLog:
         self._file.flush()
         if self._quiet:
             return
-        shown = "  ".join(text.format(flat[name]) for name, text in CONSOLE if name in flat)
+        shown = "  ".join(text.format(flat[name]) for name, text in CONSOLE if math.isfinite(flat.get(name, math.nan)))
         print(f"step {flat['step'] + 1:4d}/{self._steps}  {shown}", flush=True)
 
     def mean(self, name: str, rows: slice = slice(None)) -> float:

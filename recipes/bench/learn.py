@@ -89,7 +89,7 @@ print(json.dumps([[s.sampled for s in done], [s.trained for s in done], [float(s
 
 
 PLACEMENT = ("--generator.replicas", "1", "--buffer.max-staleness", "1", "--probe", "0")
-"""Two cores: one process that trains, one that generates, little lag to make up for; no probes, as in the plain loop."""
+"""Two cores: a process that trains, one that generates, little lag to make up for; no probes, as in the plain loop."""
 
 
 def results() -> list[Result]:
