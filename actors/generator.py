@@ -42,8 +42,6 @@ class Stats:
     """Seconds since `run` began."""
     tokens: int
     """Tokens generated."""
-    stall: float
-    """Seconds that weight swaps kept the engine from decoding."""
 
 
 def build_engine(config: GeneratorConfig, model: str, group_size: int, device: str) -> Engine:
@@ -124,7 +122,7 @@ class Generator(Actor):
         self._error: Exception | None = None
         self._ticks = 0
         self._began = time.perf_counter()
-        self._busy = self._stall = 0.0
+        self._busy = 0.0
         self._tokens = 0
 
     @concurrent_endpoint
@@ -220,7 +218,6 @@ class Generator(Actor):
     def _settle(self, tick: Tick, result: _Result) -> None:
         """Answer the callers whose requests a tick ended."""
         self._busy += result.seconds
-        self._stall += result.stall
         if tick.load is not None and self._swap is not None:
             self._swap[1].set_result(result.stall)
             self._swap = None
@@ -294,7 +291,7 @@ class Generator(Actor):
     @concurrent_endpoint
     async def stats(self) -> Stats:
         """This replica's work so far."""
-        return Stats(busy=self._busy, alive=time.perf_counter() - self._began, tokens=self._tokens, stall=self._stall)
+        return Stats(busy=self._busy, alive=time.perf_counter() - self._began, tokens=self._tokens)
 
     @concurrent_endpoint
     async def close(self) -> None:
