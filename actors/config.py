@@ -120,10 +120,14 @@ class RolloutConfig:
     """CPU processes."""
     timeout: float = 600.0
     """Seconds before a group is given up and issued again."""
+    quarantine: float = 0.05
+    """Share of a step's rollouts whose environment or reward may fail (raise, hang, give NaN). They are left out of
+    their groups and counted; more of them end the run with the first one's traceback."""
 
     def __post_init__(self) -> None:
         require("rollout", 1, workers=self.workers)
         require("rollout", 1e-3, math.inf, timeout=self.timeout)
+        require("rollout", 0, 1, quarantine=self.quarantine)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,15 +192,68 @@ class SyncConfig:
         require("sync", 1e-3, math.inf, timeout=self.timeout)
 
 
+Tracker = Literal["wandb", "tensorboard", "trackio"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    """What a run shows and writes besides its own files."""
+
+    to: tuple[Tracker, ...] = ()
+    """Trackers that get every metric too, each through its own library (`pip install 'meshrl[log]'`)."""
+    project: str = "meshrl"
+    """Name of the project at the trackers."""
+    rollouts: int = 1
+    """Groups per step whose best and worst rollout go to `rollouts.jsonl`; 0 is none."""
+
+    def __post_init__(self) -> None:
+        require("log", 0, rollouts=self.rollouts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveConfig:
+    """Checkpoints: `--output-dir X --resume` goes on from the newest."""
+
+    every: int = 0
+    """Steps between checkpoints; 0 saves only when a signal ends the run."""
+    keep: int = 2
+    """Newest checkpoints that stay; the best by evaluation stays too."""
+
+    def __post_init__(self) -> None:
+        require("save", 0, every=self.every)
+        require("save", 1, keep=self.keep)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """Evaluation on held-out rows while training goes on, by a generator of its own that stands still meanwhile."""
+
+    every: int = 0
+    """Steps between evaluations, each of one version of the weights; 0 is none."""
+    rows: int = 64
+    """Held-out rows of one evaluation, always the first ones."""
+    samples: int = 1
+    """Completions per row."""
+    temperature: float = 0.0
+    """Of these completions; 0 is greedy."""
+
+    def __post_init__(self) -> None:
+        require("eval", 0, every=self.every, temperature=self.temperature)
+        require("eval", 1, rows=self.rows, samples=self.samples)
+
+
 __all__ = [
     "BufferConfig",
     "Dtype",
+    "EvalConfig",
     "GeneratorConfig",
     "HfBackend",
+    "LogConfig",
     "NativeEngine",
     "Order",
     "RolloutConfig",
     "Sampling",
+    "SaveConfig",
     "SimulatedEngine",
     "SyncConfig",
     "TrainerConfig",
