@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Literal
 
 from tyro.conf import subcommand
@@ -242,6 +243,52 @@ class EvalConfig:
         require("eval", 1, rows=self.rows, samples=self.samples)
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """What every recipe can set; its own settings come on top."""
+
+    model: str | None = None
+    """Local Hugging Face folder to start from. A tiny task has its own."""
+    steps: int = 60
+    """Training steps; the version of the weights counts them."""
+    seed: int = 0
+    """Of the data order and of every completion."""
+    output_dir: Path | None = None
+    """Folder for all that the run leaves. A new one under outputs/ unless given."""
+    resume: bool = False
+    """Go on from the newest checkpoint in output_dir, with its settings where no flag says otherwise."""
+    overwrite: bool = False
+    """Remove what an earlier run left in output_dir."""
+    gpus: int = 0
+    """Devices of this host, shared out to trainer and generators; 0 runs on CPU."""
+    group_size: int = 16
+    """Rollouts per prompt, compared with each other."""
+    epochs: int | None = None
+    """Passes over the task's rows before the data ends. Endless unless given."""
+    probe: int = 8
+    """Rollouts per version of a few tokens whose logprobs the trainer recomputes: `policy/engine_gap_*`; 0 is none."""
+    sampling: Sampling = field(default_factory=Sampling)
+    """How completions are drawn."""
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    buffer: BufferConfig = field(default_factory=BufferConfig)
+    generator: GeneratorConfig = field(default_factory=GeneratorConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    sync: SyncConfig = field(default_factory=SyncConfig)
+    save: SaveConfig = field(default_factory=SaveConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    def __post_init__(self) -> None:
+        require("config", 1, steps=self.steps, group_size=self.group_size)
+        require("config", 0, probe=self.probe, gpus=self.gpus)
+        if self.epochs is not None:
+            require("config", 1, epochs=self.epochs)
+        if self.resume and self.overwrite:
+            raise ValueError("config.resume goes on with a folder that config.overwrite removes: give one of them")
+        if self.resume and self.output_dir is None:
+            raise ValueError("config.resume needs the folder of the run to go on with: give --output-dir")
+
+
 __all__ = [
     "BufferConfig",
     "Dtype",
@@ -252,6 +299,7 @@ __all__ = [
     "NativeEngine",
     "Order",
     "RolloutConfig",
+    "RunConfig",
     "Sampling",
     "SaveConfig",
     "SimulatedEngine",

@@ -14,6 +14,7 @@ from monarch.actor import Actor, concurrent_endpoint, current_rank
 
 from actors.config import GeneratorConfig, NativeEngine
 from actors.engines.base import Engine
+from actors.timeline import Span, Spans
 from actors.types import Completion, CompletionBatch, Request, RequestBatch, RequestId
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ class Stats:
     """Seconds since `run` began."""
     tokens: int
     """Tokens generated."""
+    spans: tuple[Span, ...]
+    """What it did since the last reading."""
 
 
 def build_engine(config: GeneratorConfig, model: str, group_size: int, device: str) -> Engine:
@@ -106,9 +109,21 @@ class Generator(Actor):
     every rank at the same tick. Requests wait for the version that they ask for, so work is born fresh.
     """
 
-    def __init__(self, config: GeneratorConfig, model: str, group_size: int, device: str = "cpu") -> None:
+    def __init__(
+        self,
+        config: GeneratorConfig,
+        model: str,
+        group_size: int,
+        device: str = "cpu",
+        *,
+        name: str = "generator0",
+        version: int = 0,
+    ) -> None:
+        """`version` is that of the weights in the folder `model`; `name` stands for the replica in the timeline."""
         self._config, self._model, self._group_size, self._device = config, model, group_size, device
+        self._version = version
         self._rank = current_rank().rank
+        self._spans = Spans(name)
         # The engine runs in a thread of its own, so that this actor answers while it computes.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self._wake = asyncio.Event()
@@ -127,11 +142,12 @@ class Generator(Actor):
 
     @concurrent_endpoint
     async def setup(self) -> None:
-        """Build the engine and load the checkpoint as version 0."""
+        """Build the engine and load the folder's weights."""
         loop = asyncio.get_running_loop()
         self._engine = await loop.run_in_executor(
             self._thread, build_engine, self._config, self._model, self._group_size, self._device
         )
+        self._engine.version = self._version
 
     @concurrent_endpoint
     async def wanted(self) -> dict[str, Box] | None:
@@ -218,6 +234,8 @@ class Generator(Actor):
     def _settle(self, tick: Tick, result: _Result) -> None:
         """Answer the callers whose requests a tick ended."""
         self._busy += result.seconds
+        end = time.time()
+        self._spans.add("decode" if tick.load is None else "swap", end - result.seconds, end, self._engine.version)
         if tick.load is not None and self._swap is not None:
             self._swap[1].set_result(result.stall)
             self._swap = None
@@ -291,7 +309,8 @@ class Generator(Actor):
     @concurrent_endpoint
     async def stats(self) -> Stats:
         """This replica's work so far."""
-        return Stats(busy=self._busy, alive=time.perf_counter() - self._began, tokens=self._tokens)
+        alive = time.perf_counter() - self._began
+        return Stats(busy=self._busy, alive=alive, tokens=self._tokens, spans=tuple(self._spans.take()))
 
     @concurrent_endpoint
     async def close(self) -> None:

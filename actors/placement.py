@@ -33,14 +33,23 @@ class Placement:
     workers: Spot
     trainer: Spot
     generators: tuple[Spot, ...]
+    evaluator: Spot | None
+    """A generator that serves evaluation only."""
 
 
 def plan(
-    generator: GeneratorConfig, trainer: TrainerConfig, rollout: RolloutConfig, *, hosts: int = 1, gpus: int = 0
+    generator: GeneratorConfig,
+    trainer: TrainerConfig,
+    rollout: RolloutConfig,
+    *,
+    evaluator: bool = False,
+    hosts: int = 1,
+    gpus: int = 0,
 ) -> Placement:
     """Place every role on `hosts` machines of `gpus` devices each, no device twice; `gpus` 0 runs all on CPU.
 
     The trainer comes first and takes whole hosts when it needs more than one; a replica lies within one host.
+    `evaluator` asks for one more replica, apart from the others.
 
     Raises:
         ValueError: it does not fit, with the numbers.
@@ -73,4 +82,5 @@ def plan(
         workers=workers,
         trainer=take("trainer", trainer.ranks, trainer.threads),
         generators=tuple(take(f"generator{i}", generator.tp, generator.threads) for i in range(generator.replicas)),
+        evaluator=take("evaluator", generator.tp, generator.threads) if evaluator else None,
     )

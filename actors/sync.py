@@ -19,6 +19,7 @@ from xxhash import xxh3_64_digest, xxh3_64_intdigest
 
 from actors import shm
 from actors.config import Dtype, SyncConfig
+from actors.timeline import Spans
 from actors.transports.base import Transport
 from actors.transports.shm import slot_path
 from actors.weights import Assembly, Box, Part, Shard, WeightIndex, layout, torch_dtype
@@ -312,6 +313,7 @@ class WeightSync:
         self._replicas = [(_ranks(r.receivers), _ranks(r.generators)) for r in replicas]
         self._pushes: dict[int, asyncio.Task[dict[str, float]]] = {}
         self._lease_wait: dict[int, float] = {}
+        self.spans = Spans("sync")
         self._stack = AsyncExitStack()
 
     async def setup(self) -> WeightIndex:
@@ -347,8 +349,9 @@ class WeightSync:
         self._lease_wait[version] = time.perf_counter() - begin
         return self._lease_wait[version]
 
-    def publish(self, version: int) -> asyncio.Task[dict[str, float]]:
-        """Push the version that every rank has staged. The task ends with `sync/*` when all replicas hold it.
+    def publish(self, version: int, replicas: int | None = None) -> asyncio.Task[dict[str, float]]:
+        """Push the version that every rank has staged to the first `replicas` (None: to all). The task ends with
+        `sync/*` when these hold it.
 
         Raises:
             RuntimeError: versions do not follow each other, or the lease of this one was not awaited.
@@ -358,20 +361,25 @@ class WeightSync:
         if version not in self._lease_wait:
             raise RuntimeError(f"version {version} was published without its lease: await lease({version}) first")
         self._pushes = {v: push for v, push in self._pushes.items() if v >= version - 1}
-        self._pushes[version] = self._tasks.create_task(self._push(version), name=f"sync of version {version}")
+        self._pushes[version] = self._tasks.create_task(
+            self._push(version, self._replicas[:replicas]), name=f"sync of version {version}"
+        )
         return self._pushes[version]
 
-    async def _push(self, version: int) -> dict[str, float]:
-        begin = time.perf_counter()
+    async def _push(self, version: int, replicas: list[tuple[list[Any], list[Any]]]) -> dict[str, float]:
+        begin, started = time.perf_counter(), time.time()
         publications = await _all(
             self._call(p.publish, f"publish of version {version} by trainer rank {i}", version)
             for i, p in enumerate(self._publishers)
         )
         pushed = time.perf_counter()
+        self.spans.add("push", started, time.time(), version)
         if (before := self._pushes.get(version - 1)) is not None:
             await asyncio.wait({before})  # one swap at a time, in order
             before.result()
-        taken = await _all(self._into(i, version, publications) for i in range(len(self._replicas)))
+        started = time.time()
+        taken = await _all(self._into(i, version, publications, *replica) for i, replica in enumerate(replicas))
+        self.spans.add("pull", started, time.time(), version)
         done = time.perf_counter()
         await _all(
             self._call(p.free, f"free of version {version} by trainer rank {i}", version)
@@ -388,9 +396,10 @@ class WeightSync:
             "sync/trainer_blocked": waited + max(p.stage_seconds for p in publications),
         }
 
-    async def _into(self, number: int, version: int, publications: list[Publication]) -> tuple[float, float]:
+    async def _into(
+        self, number: int, version: int, publications: list[Publication], receivers: list[Any], generators: list[Any]
+    ) -> tuple[float, float]:
         """Pull on all ranks of a replica, then swap: seconds of the slowest pull and of the stall."""
-        receivers, generators = self._replicas[number]
         pulled = await _all(
             self._call(r.pull, f"get of version {version} by replica {number} rank {i}", version, publications)
             for i, r in enumerate(receivers)

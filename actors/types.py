@@ -41,15 +41,15 @@ class Sampling:
     so far, so below 1 ratios to the behaviour policy come out too small."""
     top_k: int = 0
     """Keeps the k likeliest tokens; 0 keeps all. Biases ratios as top_p does."""
-    max_tokens: int = 256
-    """Most tokens of one completion; reaching it finishes with `length`."""
+    max_tokens: int = 0
+    """Most tokens of one completion; reaching it finishes with `length`. 0 is what the task asks for, else 256."""
     stop: tuple[str, ...] = ()
     """Strings that end a completion; the token that completes one is kept and the finish is `stop`."""
 
     def __post_init__(self) -> None:
         require("sampling", 0, temperature=self.temperature, top_k=self.top_k)
         require("sampling", 1e-6, 1, top_p=self.top_p)
-        require("sampling", 1, max_tokens=self.max_tokens)
+        require("sampling", 0, max_tokens=self.max_tokens)
         if "" in self.stop:
             raise ValueError("sampling.stop has an empty string, which every completion contains: leave it out")
 

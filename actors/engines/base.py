@@ -69,10 +69,12 @@ def check(request: Request, version: int) -> None:
     """What every engine refuses in `add` while it holds `version`.
 
     Raises:
-        ValueError: empty prompt, or weights older than `min_version`.
+        ValueError: empty prompt, no token wanted, or weights older than `min_version`.
     """
     name = f"request {tuple(request.id)}"
     if len(request.prompt) == 0:
         raise ValueError(f"{name} has an empty prompt: give at least one token")
+    if request.sampling.max_tokens < 1:
+        raise ValueError(f"{name} asks for {request.sampling.max_tokens} tokens: give sampling.max_tokens")
     if request.min_version > version:
         raise ValueError(f"{name} wants version {request.min_version}, the engine holds {version}: load it first")
