@@ -37,6 +37,7 @@ def write(group: Group, folder: str) -> PayloadHandle:
                 r.reward,
                 samplings.index(r.sampling),
                 r.policy,
+                r.parts,
             ]
             for r in rollouts
         ],
@@ -59,7 +60,7 @@ def read(handle: PayloadHandle) -> Group:
         columns = {name: file.get_tensor(name) for name in ("tokens", "mask", "logprobs", "versions")}
     samplings = [Sampling(**{**s, "stop": tuple(s["stop"])}) for s in rest["samplings"]]
     rollouts, start = [], 0
-    for length, turns, reward, sampling, policy in rest["rollouts"]:
+    for length, turns, reward, sampling, policy, parts in rest["rollouts"]:
         part = {name: column[start : start + length] for name, column in columns.items()}
         start += length
         rollouts.append(
@@ -71,6 +72,7 @@ def read(handle: PayloadHandle) -> Group:
                 reward=reward,
                 sampling=samplings[sampling],
                 policy=policy,
+                parts=parts,
             )
         )
     return Group(ticket=rest["ticket"], attempt=rest["attempt"], row=rest["row"], rollouts=tuple(rollouts))

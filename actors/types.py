@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -212,6 +212,8 @@ class Rollout:
     sampling: Sampling
     policy: str = "policy"
     """Which weights acted."""
+    parts: dict[str, float] = field(default_factory=dict)
+    """What else the environment measured, by name, summed over the turns: logged, not trained."""
 
     @property
     def oldest(self) -> int:
@@ -268,6 +270,10 @@ class GroupMeta:
     truncated: np.ndarray
     """bool, the last action hit `max_tokens`."""
     handle: PayloadHandle
+    parts: dict[str, np.ndarray] = field(default_factory=dict)
+    """float32 each, the rollouts' `parts`; nan where a member lacks it."""
+    quarantined: int = 0
+    """Members that were left out because their environment failed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
