@@ -116,14 +116,14 @@ class Generator(Actor):
         group_size: int,
         device: str = "cpu",
         *,
-        name: str = "generator0",
+        label: str = "generator0",
         version: int = 0,
     ) -> None:
-        """`version` is that of the weights in the folder `model`; `name` stands for the replica in the timeline."""
+        """`version` is that of the weights in the folder `model`; `label` stands for the replica in the timeline."""
         self._config, self._model, self._group_size, self._device = config, model, group_size, device
         self._version = version
         self._rank = current_rank().rank
-        self._spans = Spans(name)
+        self._spans = Spans(label)
         # The engine runs in a thread of its own, so that this actor answers while it computes.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self._wake = asyncio.Event()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
 
 from actors.environment import Environment, SingleTurn
 from actors.types import Finish
@@ -11,6 +13,11 @@ from actors.types import Finish
 @dataclass(frozen=True, kw_only=True)
 class Scratchpad:
     """Rows with a prompt and an answer; a subclass makes them."""
+
+    max_tokens: ClassVar[int]
+    """Of the longest honest completion, its end included, or some more."""
+    checkpoint: ClassVar[Path]
+    """Folder of the tiny model that begins on this task."""
 
     rows: int = 10_000
     """Rows of one epoch."""

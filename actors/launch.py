@@ -1,0 +1,193 @@
+"""All processes of a run, started and set up: what the controller holds of each role."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from monarch.spmd import setup_torch_elastic_env_async
+
+from actors.buffer import ReplayBuffer
+from actors.config import NativeEngine, RunConfig
+from actors.environment import Task
+from actors.generator import Generator
+from actors.ledger import admission
+from actors.mesh import Meshes
+from actors.placement import Placement, Spot, plan
+from actors.rollout import Play, RolloutWorker
+from actors.shm import RunFolder
+from actors.sync import Replica, WeightPublisher, WeightReceiver, WeightSync
+from actors.tokenizer import Tokenizer
+from actors.trainer import Trainer
+from actors.transports import make_transport
+
+if TYPE_CHECKING:
+    from actors.batching import Advantage
+    from losses.inputs import Objective
+
+DEFAULT_TOKENS = 256
+"""Most tokens of a completion where neither a setting nor the task says it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Roles:
+    """Handles of the actors of a run."""
+
+    buffer: Any
+    workers: Any
+    work: asyncio.Task[None]
+    """Ends when the workers do."""
+    replicas: list[Any]
+    """All ranks of each generator, the evaluator's last."""
+    generators: list[Any]
+    """Rank 0 of each replica that trains."""
+    evaluator: Any | None
+    """Rank 0 of the replica that evaluates."""
+    trainer: Any
+    sync: WeightSync
+
+    async def end(self) -> None:
+        """Let generators and trainer end in order; what they still have to do is given up."""
+        self.work.cancel()
+        await asyncio.gather(*(wait(replica.close.call()) for replica in self.replicas))
+        await self.trainer.close.call()
+
+
+def resolve(config: RunConfig) -> RunConfig:
+    """Fill in what other settings decide.
+
+    Synchronous training (`max_staleness` 0) runs the engine deterministically, with one slot per member of a step, so
+    that it repeats to the bit.
+    """
+    if not config.sampling.max_tokens:
+        config = replace(config, sampling=replace(config.sampling, max_tokens=DEFAULT_TOKENS))
+    engine, p = config.generator.engine, config.buffer.groups_per_step
+    if config.buffer.max_staleness == 0 and isinstance(engine, NativeEngine):
+        per_replica = -(-p // config.generator.replicas) * config.group_size
+        engine = replace(engine, deterministic=True, slots=per_replica)
+    return replace(config, generator=replace(config.generator, engine=engine))
+
+
+def check(config: RunConfig, task: Task) -> tuple[Placement, int]:
+    """Refuse what cannot work before anything starts; returns the placement and the bytes of shared files needed.
+
+    Raises:
+        ValueError, OSError: settings contradict each other, do not fit the machine, or name files that are not there.
+    """
+    if config.model is None:
+        raise ValueError("this task has no model of its own: give --model, a local Hugging Face folder")
+    folder = Path(config.model)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"no folder {config.model!r}: --model takes a local Hugging Face folder, no hub name")
+    files = list(folder.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"no *.safetensors in {config.model!r}: give --model a Hugging Face folder")
+    if not (Tokenizer.load(config.model).eos_ids or config.sampling.stop):
+        raise ValueError(
+            f"{config.model!r} names no end token, so no completion would stop: give its "
+            "generation_config.json an eos_token_id, or give --sampling.stop"
+        )
+    if task.rows is not None and task.rows < 1:
+        raise ValueError(f"the task has {task.rows} rows to train on: give it at least one")
+    placement = plan(
+        config.generator, config.trainer, config.rollout, evaluator=config.eval.every > 0, gpus=config.gpus
+    )
+    tickets = admission(config.buffer) or 16 * config.buffer.groups_per_step
+    room = 4 * sum(f.stat().st_size for f in files) + tickets * config.group_size * config.sampling.max_tokens * 64
+    return placement, room
+
+
+async def launch(
+    config: RunConfig,
+    placement: Placement,
+    folder: RunFolder,
+    meshes: Meshes,
+    stack: AsyncExitStack,
+    tasks: asyncio.TaskGroup,
+    *,
+    task: Task,
+    loss: Objective,
+    advantage: Advantage,
+) -> Roles:
+    """Spawn and set up every role; generators and workers run from then on as `tasks`, and end with `stack`."""
+    assert config.model is not None
+    transport = make_transport(config.sync.transport, folder.path)
+    engine = config.generator.engine
+    buffer = meshes.spawn(placement.buffer).spawn(
+        "buffer",
+        ReplayBuffer,
+        config.buffer,
+        config.steps,
+        task.rows,
+        config.epochs,
+        config.seed,
+        config.rollout.timeout,
+    )
+
+    def generator(spot: Spot) -> tuple[Any, Any]:
+        settings = config.generator
+        if spot is placement.evaluator and isinstance(engine, NativeEngine):
+            settings = replace(settings, engine=replace(engine, deterministic=False))
+        procs = meshes.spawn(spot)
+        arguments = (settings, config.model, config.group_size, spot.device)
+        return procs, procs.spawn(spot.name, Generator, *arguments, label=spot.name)
+
+    spots = [*placement.generators, *([placement.evaluator] if placement.evaluator else [])]
+    replicas = [generator(spot) for spot in spots]
+    leads = [actors.slice(ranks=0) for _, actors in replicas]
+    serving = leads[: len(placement.generators)]
+    play = Play(
+        task=task,
+        model=config.model,
+        sampling=config.sampling,
+        group_size=config.group_size,
+        seed=config.seed,
+        folder=folder.path,
+        fixed_routes=config.buffer.max_staleness == 0,
+        timeout=config.rollout.timeout,
+        most=max(1, config.buffer.groups_per_step // config.rollout.workers),
+    )
+    workers = meshes.spawn(placement.workers).spawn("worker", RolloutWorker, play, buffer, serving)
+    trainer_procs = meshes.spawn(placement.trainer)
+    if config.trainer.ranks > 1:
+        await setup_torch_elastic_env_async(trainer_procs)
+    trainer = trainer_procs.spawn(
+        "trainer", Trainer, config.trainer, config.sync, folder.path, placement.trainer.device
+    )
+    await asyncio.gather(
+        *(actors.setup.call() for _, actors in replicas),
+        trainer.setup.call(config.model, loss, advantage, config.steps),
+    )
+    sync = WeightSync(
+        config.sync,
+        transport,
+        trainer_procs.spawn("publisher", WeightPublisher, folder.path, transport, config.sync.timeout),
+        [
+            Replica(receivers=procs.spawn(f"receiver{i}", WeightReceiver), generators=actors)
+            for i, (procs, actors) in enumerate(replicas)
+        ],
+        tasks,
+    )
+    stack.push_async_callback(sync.close)
+    await sync.setup()
+    for (_, actors), lead in zip(replicas, leads, strict=True):
+        followers = [actors.slice(ranks=rank) for rank in range(1, config.generator.tp)]
+        tasks.create_task(wait(lead.run.call_one(followers)))
+    return Roles(
+        buffer=buffer,
+        workers=workers,
+        work=tasks.create_task(wait(workers.run.call())),
+        replicas=[actors for _, actors in replicas],
+        generators=serving,
+        evaluator=leads[-1] if placement.evaluator else None,
+        trainer=trainer,
+        sync=sync,
+    )
+
+
+async def wait(answer: Any) -> Any:
+    """An actor's answer as a coroutine, for a task."""
+    return await answer

@@ -1,0 +1,300 @@
+"""One run: its processes, and the verbs of its loop. No rollout passes through here.
+
+    async with Run(config, task=task, loss=DIS(), advantage=group_norm) as run:
+        async for batch in run.batches():
+            run.publish(await run.train(batch))
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from monarch.actor import ActorError
+
+from actors import payload
+from actors.config import RunConfig
+from actors.environment import Task
+from actors.generator import Stats
+from actors.launch import Roles, check, launch, resolve, wait
+from actors.mesh import Meshes
+from actors.metrics import RunLog, default_folder
+from actors.shm import RunFolder
+from actors.timeline import Spans
+from actors.types import Probe, StepReport, Taken
+
+if TYPE_CHECKING:
+    from actors.batching import Advantage
+    from losses.inputs import Objective
+
+STOP_SECONDS = 5.0
+"""After a signal, how long the step in progress may take to end."""
+
+
+class Stopped(Exception):
+    """A signal ended the run in the middle of something; what was saved before stands."""
+
+
+class Run:
+    """All processes of one training run, as an async context: entering starts them, leaving ends them.
+
+    Leaving normally waits for everything under way, compares the books of buffer and trainer, writes model and
+    summary. An error, of a process or of the loop's body, ends the run with it. SIGINT or SIGTERM ends the loop after
+    the step in progress; a second one ends everything at once.
+
+    Args:
+        config: settings of all roles.
+        task: where rows come from and how they are played; picklable.
+        loss: gives one value per token; picklable.
+        advantage: from rewards [N] and group ids [N] of a step to advantages [N]; picklable.
+    """
+
+    def __init__(self, config: RunConfig, *, task: Task, loss: Objective, advantage: Advantage) -> None:
+        self.config = resolve(config)
+        self.summary: dict[str, Any] = {}
+        """What `summary.json` holds, once the context was left."""
+        self._task, self._loss, self._advantage = task, loss, advantage
+        self._publishing: dict[int, asyncio.Task[None]] = {}
+        self._probing: dict[int, asyncio.Task[Probe | None]] = {}
+        self._spans = Spans("trainer")
+        self._stats: list[Stats] = []
+        self._waited = 0.0
+        """Seconds that the trainer waited for batches."""
+        self._wait = 0.0
+        """Seconds of them before the present step."""
+        self._published = 0
+        self._tickets: set[int] = set()
+        self._running = False
+
+    async def __aenter__(self) -> Run:
+        """Start and set up all processes.
+
+        Raises:
+            ValueError, OSError: settings that contradict each other or do not fit the machine; nothing was started.
+        """
+        config = self.config
+        placement, room = check(config, self._task)
+        self._catch_signals()
+        async with AsyncExitStack() as stack:
+            folder = RunFolder.create(room)
+            stack.callback(folder.close)
+            self.log = RunLog(config.output_dir or default_folder(Path(sys.argv[0]).stem), config, config.steps)
+            # stack.push(self._note_failure)
+            meshes = await stack.enter_async_context(Meshes())
+            self._tasks = await stack.enter_async_context(asyncio.TaskGroup())
+            self._watch = self._tasks.create_task(meshes.watch())
+            self._roles: Roles = await launch(
+                config,
+                placement,
+                folder,
+                meshes,
+                stack,
+                self._tasks,
+                task=self._task,
+                loss=self._loss,
+                advantage=self._advantage,
+            )
+            self._began = self._ended = time.perf_counter()
+            self._stats = await self._read_stats()
+            self._ready = self._tasks.create_task(wait(self._roles.buffer.ready.call_one(0)))
+            self._start_probe(0)
+            self._running = True
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        async with self._stack:
+            if error is None:
+                await self._finish()
+            else:
+                raise error
+
+    def _catch_signals(self) -> None:
+        loop, main = asyncio.get_running_loop(), asyncio.current_task()
+        self._stop: asyncio.Future[signal.Signals] = loop.create_future()
+
+        def caught(number: signal.Signals) -> None:
+            if self._running and not self._stop.done():
+                self._stop.set_result(number)
+            elif main is not None:
+                main.cancel()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, caught, number)
+
+    def _note_failure(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Leave a summary of a run that did not end by itself."""
+        if error is not None:
+            self.log.fail(cause(error))
+
+    # The loop's verbs
+
+    async def batches(self) -> AsyncIterator[Taken]:
+        """Each step's groups, until the last step, the end of the data, or a signal.
+
+        Raises:
+            RuntimeError: a batch was not trained.
+        """
+        for step in range(self.config.steps):
+            with self._spans("wait", step):
+                await asyncio.wait({self._ready, self._stop}, return_when=asyncio.FIRST_COMPLETED)
+            if self._stop.done():
+                return
+            taken: Taken = self._ready.result()
+            if taken.step != step:
+                raise RuntimeError(f"the batch of step {taken.step} was not trained: await run.train(batch) for each")
+            if not taken.groups:
+                return
+            self._wait = time.perf_counter() - self._ended
+            yield taken
+            if taken.last:
+                return
+
+    async def train(self, taken: Taken) -> dict[str, float]:
+        """One step on all ranks: the weights of the next version, and the metrics of the step.
+
+        Raises:
+            RuntimeError: the ranks did not train what the buffer gave.
+            Stopped: a signal came and the step did not end in time.
+        """
+        step = taken.step
+        await self._roles.sync.lease(step + 1)
+        if not taken.last:
+            self._ready = self._tasks.create_task(wait(self._roles.buffer.ready.call_one(step + 1)))
+        probe = await self._probe_for(step)
+        with self._spans("train", step):
+            reports: list[StepReport] = list((await self._unless_stopped(taken, probe)).values())
+        seconds, self._ended = time.perf_counter() - self._ended, time.perf_counter()
+        self._account(taken, reports)
+        self._waited += self._wait
+        return {
+            "step": step,
+            **taken.metrics,
+            **reports[0].metrics,
+            "time/step": seconds,
+            "time/wait_batch": self._wait,
+            "idle/trainer": self._wait / seconds,
+        }
+
+    def publish(self, row: dict[str, float]) -> None:
+        """Push the weights of the step that gave `row` to all generators, and log it, while the loop goes on."""
+        version = int(row["step"]) + 1
+        self._publishing[version] = self._tasks.create_task(self._publish(version, row))
+
+    # What goes on beside it
+
+    async def _unless_stopped(self, taken: Taken, probe: Probe | None) -> Any:
+        """The step's reports."""
+        step = asyncio.ensure_future(wait(self._roles.trainer.step.call(taken, probe)))
+        await asyncio.wait({step, self._stop}, return_when=asyncio.FIRST_COMPLETED)
+        if not step.done():
+            await asyncio.wait({step}, timeout=STOP_SECONDS)
+        if not step.done():
+            step.cancel()
+            raise Stopped(f"{self._stop.result().name}: step {taken.step} did not end within {STOP_SECONDS:.0f} s")
+        return step.result()
+
+    async def _publish(self, version: int, row: dict[str, float]) -> None:
+        """Push `version`, open new tickets, log the step that made it."""
+        row |= await self._roles.sync.publish(version, len(self._roles.generators))
+        if version - 1 in self._publishing:
+            await asyncio.shield(self._publishing.pop(version - 1))
+        self._published += 1
+        await self._roles.buffer.announce.call_one(version)
+        self._start_probe(version)
+        stats, old = await self._read_stats(), self._stats
+        self._stats = stats
+        row["perf/generated_tokens"] = sum(new.tokens - last.tokens for new, last in zip(stats, old, strict=True))
+        row["idle/generator"] = 1 - _busy(stats, old)
+        self.log.step(row)
+
+    def _start_probe(self, version: int) -> None:
+        """Short rollouts at one version, for the trainer to compare logprobs; the replicas take turns."""
+        if self.config.probe:
+            replica = version % self.config.generator.replicas
+            sampled = self._roles.workers.slice(ranks=0).probe.call_one(version, replica, self.config.probe)
+            self._probing[version] = self._tasks.create_task(wait(sampled))
+
+    async def _probe_for(self, step: int) -> Probe | None:
+        """The newest probe that the trainer can still compare: of the version that it holds or of the one before.
+
+        Synchronous steps wait for that of their own version. Others may have to wait for the one before, whose weights
+        the generators have held for a step.
+        """
+        if not self.config.probe:
+            return None
+        oldest = max(min(self._probing), step if self.config.buffer.max_staleness == 0 else step - 1)
+        if oldest in self._publishing:
+            await asyncio.shield(self._publishing[oldest])
+        await self._probing[oldest]
+        newest = max(version for version, task in self._probing.items() if task.done())
+        for version in [v for v in self._probing if v < newest]:
+            if (probe := self._probing.pop(version).result()) is not None:
+                payload.free(probe.handle)
+        return self._probing[newest].result()
+
+    def _account(self, taken: Taken, reports: list[StepReport]) -> None:
+        """Compare what the ranks trained with what the buffer gave them."""
+        given, trained = sum(len(group.rewards) for group in taken.groups), sum(r.rollouts for r in reports)
+        if given != trained:
+            raise RuntimeError(f"step {taken.step}: the buffer gave {given} rollouts, the ranks trained {trained}")
+        self._tickets.update(ticket for report in reports for ticket in report.tickets)
+
+    async def _read_stats(self) -> list[Stats]:
+        return list(await asyncio.gather(*(wait(g.stats.call_one()) for g in self._roles.generators)))
+
+    async def _finish(self) -> None:
+        """Wait for what is under way, compare the books of buffer and trainer, write model and summary."""
+        await asyncio.gather(*self._publishing.values())
+        if self._stop.done():
+            for task in (self._ready, *self._probing.values()):
+                task.cancel()
+        else:
+            await asyncio.gather(*self._probing.values())
+        loop_seconds, training_seconds = time.perf_counter() - self._began, self._ended - self._began
+        counts: dict[str, int] = await self._roles.buffer.counts.call_one()
+        if counts["issued"] != counts["trained"] + counts["dropped"] + counts["open"]:
+            raise RuntimeError(f"the buffer's books do not balance: {counts}")
+        ranks = len(self._tickets)
+        if counts["trained"] != ranks:
+            raise RuntimeError(f"the buffer counts {counts['trained']} trained tickets, the ranks {ranks}")
+        stats = await self._read_stats()
+        await self._roles.trainer.save.call(str(self.log.folder / "model"))
+        self.summary = self.log.finish(
+            loop_seconds,
+            counts,
+            idle_generator=1 - sum(s.busy for s in stats) / sum(s.alive for s in stats),
+            idle_trainer=self._waited / training_seconds if training_seconds else 0.0,
+            versions_published=self._published,
+        )
+        await self._roles.end()
+        self._watch.cancel()
+
+
+def _busy(new: list[Stats], old: list[Stats]) -> float:
+    """Share of the time between two readings that the engines worked."""
+    pairs = list(zip(new, old, strict=True))
+    return sum(n.busy - o.busy for n, o in pairs) / max(sum(n.alive - o.alive for n, o in pairs), 1e-9)
+
+
+def cause(error: BaseException) -> str:
+    """One line on the first error of a group; of an actor's error the call and what was raised in it."""
+    where = ""
+    while isinstance(error, BaseExceptionGroup | ActorError):
+        if isinstance(error, ActorError):
+            where += f"{error.message.rstrip('.')}: "
+            error = error.exception
+        else:
+            error = error.exceptions[0]
+    return f"{where}{type(error).__name__}: {' '.join(str(error).split())[:400]}"
