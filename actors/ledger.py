@@ -5,16 +5,20 @@ It holds what is known of each group and never a token. `actors.buffer` is the a
 
 from __future__ import annotations
 
+import copy
 import logging
+import math
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
+from actors.checkpoint import plain, restored
 from actors.config import BufferConfig
-from actors.types import GroupMeta, Lease, Taken
+from actors.types import GroupMeta, Lease, PayloadHandle, Taken
 
 log = logging.getLogger(__name__)
 
@@ -55,16 +59,16 @@ class RowOrder:
 
     def __init__(self, rows: int | None, seed: int) -> None:
         """`rows` None is an endless dataset: ticket i names row i."""
-        self._rows, self._seed = rows, seed
+        self.rows, self.seed = rows, seed
         self._epoch, self._shuffle = -1, list[int]()
 
     def __call__(self, ticket: int) -> int:
-        if self._rows is None:
+        if self.rows is None:
             return ticket
-        epoch, at = divmod(ticket, self._rows)
+        epoch, at = divmod(ticket, self.rows)
         if epoch != self._epoch:
-            self._shuffle = list(range(self._rows))
-            random.Random(f"{self._seed}/epoch/{epoch}").shuffle(self._shuffle)
+            self._shuffle = list(range(self.rows))
+            random.Random(f"{self.seed}/epoch/{epoch}").shuffle(self._shuffle)
             self._epoch = epoch
         return self._shuffle[at]
 
@@ -102,6 +106,19 @@ class _Since:
 
     rewards: list[float] = field(default_factory=list)
     dropped: Counter[str] = field(default_factory=Counter)
+    quarantined: int = 0
+    failure: str = ""
+    """The first one with its traceback."""
+
+
+@dataclass
+class _Before:
+    """What the last take changed for good, so that a snapshot can undo it."""
+
+    flat: int = 0
+    since: _Since = field(default_factory=_Since)
+    cut: list[Lease] = field(default_factory=list)
+    """Tickets dropped because no step was left."""
 
 
 class Ledger:
@@ -121,9 +138,11 @@ class Ledger:
         epochs: int | None = None,
         seed: int = 0,
         free: Callable[[GroupMeta], None] = lambda meta: None,
+        group_size: int = 1,
+        quarantine: float = math.inf,
     ) -> None:
         """`rows` and `epochs` bound the data (None: endless); `free` is called once per payload that is not needed
-        any more."""
+        any more; `quarantine` is the share of a step's rollouts (groups_per_step * group_size) that may fail."""
         self.config = config
         self.capacity = admission(config)
         self.in_flight = config.in_flight or self.capacity or 4 * config.groups_per_step
@@ -133,6 +152,9 @@ class Ledger:
         self.dropped: Counter[str] = Counter(dict.fromkeys(DROP_REASONS, 0))
         self.ignored = 0
         """Results of stale attempts: duplicates and late answers."""
+        self.quarantined = 0
+        """Rollouts whose environment failed."""
+        self._rollouts, self._tolerated = config.groups_per_step * group_size, quarantine
         self._steps, self._next_step = steps, 0
         self._tickets = None if rows is None or epochs is None else rows * epochs
         self._row = RowOrder(rows, seed)
@@ -147,6 +169,9 @@ class Ledger:
         """Attempts that failed since a group was finished."""
         self._ended = False
         self._since = _Since()
+        self._before = _Before()
+        self._parts: dict[str, list[float]] = {}
+        """Of what ended since the last take, for every name that was seen in the run."""
         self._lengths: dict[str, list[int]] = {"dropped": [0, 0], "trained": [0, 0]}
         self._warned: set[str] = set()
 
@@ -217,8 +242,16 @@ class Ledger:
             return None
         return entry
 
-    def put(self, meta: GroupMeta) -> bool:
-        """Record a finished group; False (and the payload freed) if its attempt is not the current one."""
+    def put(self, meta: GroupMeta, failure: str = "") -> bool:
+        """Record a finished group; False (and the payload freed) if its attempt is not the current one.
+
+        Args:
+            failure: of a group with quarantined members, the first one's error with its traceback.
+
+        Raises:
+            RuntimeError: too many rollouts failed since the last take.
+        """
+        self._quarantine(meta.quarantined, failure)
         entry = self._current(meta.ticket, meta.attempt)
         if entry is None:
             self._free(meta)
@@ -229,12 +262,18 @@ class Ledger:
         self._finished += 1
         return True
 
-    def failed(self, ticket: int, attempt: int, reason: str) -> bool:
+    def failed(self, ticket: int, attempt: int, reason: str, quarantined: int = 0) -> bool:
         """Record a failed attempt; the ticket is tried again or dropped. False if the attempt is not current.
 
+        Args:
+            reason: why, with the traceback if an environment failed.
+            quarantined: members whose environment failed.
+
         Raises:
-            RuntimeError: `HOPELESS` attempts failed in a row: the task is broken, and no step would ever be full.
+            RuntimeError: too many rollouts failed since the last take; or `HOPELESS` attempts failed in a row: the
+                task is broken, and no step would ever be full.
         """
+        self._quarantine(quarantined, reason)
         entry = self._current(ticket, attempt)
         if entry is None:
             return False
@@ -248,6 +287,20 @@ class Ledger:
             entry.lease = replace(entry.lease, attempt=attempt + 1)
             self._again.append(entry)
         return True
+
+    def _quarantine(self, count: int, failure: str) -> None:
+        """Count rollouts that failed; end the run when they are too many for one step."""
+        if not count:
+            return
+        self.quarantined += count
+        self._since.quarantined += count
+        self._since.failure = self._since.failure or failure
+        if self._since.quarantined > self._tolerated * self._rollouts:
+            raise RuntimeError(
+                f"the environment failed in {self._since.quarantined} rollouts on the way to step {self._next_step}, "
+                f"of {self._rollouts} that a step has: more than --rollout.quarantine {self._tolerated:g} allows; the "
+                f"first:\n{self._since.failure}"
+            )
 
     # Take
 
@@ -282,6 +335,7 @@ class Ledger:
         full = len(chosen) == p or (chosen and self._flat + len(chosen) >= most)
         if not full and not self._drained():
             return None
+        self._before = _Before(flat=self._flat, since=copy.deepcopy(self._since))
         self._flat = 0
         return self._close_take(step, sorted(chosen, key=lambda t: t.lease.ticket))
 
@@ -363,8 +417,7 @@ class Ledger:
         self._next_step = step + 1
         self._ended = self._next_step >= self._steps or (self._drained() and not self._untaken())
         if self._ended:
-            for entry in self._untaken():
-                self._drop(entry, "trained" if entry.uses else "end")
+            self._cut()
         return Taken(
             step=step,
             groups=tuple(metas),
@@ -374,6 +427,13 @@ class Ledger:
             metrics=self._metrics(metas),
             last=self._ended,
         )
+
+    def _cut(self) -> None:
+        """No step is left: end what none took."""
+        for entry in self._untaken():
+            if not entry.uses:
+                self._before.cut.append(entry.lease)
+            self._drop(entry, "end")
 
     # End
 
@@ -404,7 +464,106 @@ class Ledger:
             return
         if reason != "trained":
             self._since.rewards.extend(entry.meta.rewards.tolist())
+            self._note_parts(entry.meta)
         self._free(entry.meta)
+
+    # Checkpoints
+
+    def snapshot(self, version: int) -> dict[str, Any]:
+        """The books as they are when `version` is published and no step has taken from it; plain JSON.
+
+        The steps before have ended. A batch of step `version` that is taken already goes back, and what was cut
+        because no step was left is open again. What a worker holds is as good as lost: `restore` leases it anew, as
+        its next attempt.
+
+        Raises:
+            RuntimeError: too early or too late: the books of that moment are gone.
+        """
+        if not version <= self._next_step <= version + 1 or self.version > version:
+            raise RuntimeError(
+                f"no snapshot of version {version}: version {self.version} is announced and step {self._next_step} "
+                "is the next to be taken"
+            )
+        book = copy.deepcopy(self, {id(self._free): _keep})
+        if book._next_step > version:
+            book._untake(version)
+        for lease in book._before.cut:
+            book._open[lease.ticket] = _Open(lease, worker=-1)
+            book.dropped["end"] -= 1
+        book.announce(version)
+        return {
+            "version": version,
+            "rows": self._row.rows,
+            "seed": self._row.seed,
+            "issued": book.issued,
+            "trained": book.trained,
+            "dropped": dict(book.dropped),
+            "ignored": book.ignored,
+            "finished": book._finished,
+            "flat": book._flat,
+            "since": {"rewards": book._since.rewards, "dropped": dict(book._since.dropped)},
+            "lengths": book._lengths,
+            "warned": sorted(book._warned),
+            "open": [
+                {
+                    "ticket": ticket,
+                    "attempt": entry.lease.attempt + (entry.meta is None and entry not in book._again),
+                    "finished_as": entry.finished_as,
+                    "uses": entry.uses,
+                    "meta": None if entry.meta is None else plain(asdict(entry.meta)),
+                }
+                for ticket, entry in sorted(book._open.items())
+            ],
+        }
+
+    def _untake(self, step: int) -> None:
+        """Undo the last take, of `step`, but for what it dropped."""
+        for entry in self._open.values():
+            if entry.taken == step:
+                entry.taken = None
+                entry.uses -= 1
+                self._lengths["trained"][0] -= int(_meta(entry).actions.sum())
+                self._lengths["trained"][1] -= len(_meta(entry).actions)
+        self._next_step = step
+        self._flat += self._before.flat
+        self._since.rewards = self._before.since.rewards + self._since.rewards
+        self._since.dropped += self._before.since.dropped
+
+    def restore(self, books: dict[str, Any]) -> None:
+        """Go on from a snapshot, in a ledger that has issued nothing. Steps, epochs and all settings may be others.
+
+        Raises:
+            ValueError: rows or seed are, so that tickets would name other rows.
+        """
+        if (books["rows"], books["seed"]) != (self._row.rows, self._row.seed):
+            raise ValueError(
+                f"the checkpoint is of a run over {books['rows']} rows with seed {books['seed']}, this one has "
+                f"{self._row.rows} rows and seed {self._row.seed}: its tickets would name other rows"
+            )
+        self.version = self._next_step = books["version"]
+        self.issued, self.trained, self.ignored = books["issued"], books["trained"], books["ignored"]
+        self.dropped.update(books["dropped"])
+        self._finished, self._flat = books["finished"], books["flat"]
+        self._since = _Since(books["since"]["rewards"], Counter(books["since"]["dropped"]))
+        self._lengths, self._warned = books["lengths"], set(books["warned"])
+        for kept in books["open"]:
+            ticket = kept["ticket"]
+            lease = Lease(ticket=ticket, attempt=kept["attempt"], row=self._row(ticket), version=self.version)
+            entry = _Open(lease, worker=-1, finished_as=kept["finished_as"], uses=kept["uses"])
+            self._open[ticket] = entry
+            if kept["meta"] is None:
+                self._again.append(entry)
+            else:
+                meta = restored(kept["meta"])
+                entry.meta = GroupMeta(**{**meta, "handle": PayloadHandle(**meta["handle"])})
+        if self._next_step >= self._steps:
+            self._ended = True
+            self._cut()
+
+    @property
+    def begun(self) -> tuple[int, ...]:
+        """Open tickets that a step has trained."""
+        return tuple(ticket for ticket, entry in self._open.items() if entry.uses)
 
     def counts(self) -> dict[str, int]:
         """issued = trained + dropped + open, and what was ignored."""
@@ -414,6 +573,7 @@ class Ledger:
             "dropped": sum(self.dropped.values()),
             "open": self.open,
             "ignored": self.ignored,
+            "quarantined": self.quarantined,
             **{f"dropped_{reason}": n for reason, n in self.dropped.items()},
         }
 
@@ -427,7 +587,13 @@ class Ledger:
             f"tried again, {self.open} of {self.capacity} slots are open, the generators hold version {self.version}"
         )
 
+    def _note_parts(self, meta: GroupMeta) -> None:
+        for name, values in meta.parts.items():
+            self._parts.setdefault(name, []).extend(values[~np.isnan(values)].tolist())
+
     def _metrics(self, metas: list[GroupMeta]) -> dict[str, float]:
+        for meta in metas:
+            self._note_parts(meta)
         trained = [r for m in metas for r in m.rewards.tolist()]
         actions = [n for m in metas for n in m.actions.tolist()]
         self._lengths["trained"][0] += sum(actions)
@@ -441,6 +607,7 @@ class Ledger:
             "rollout/length": _mean(actions),
             "rollout/length_max": float(max(actions, default=0)),
             "rollout/truncated": _mean([float(t) for m in metas for t in m.truncated.tolist()]),
+            "rollout/quarantined": float(self._since.quarantined),
             "staleness/dropped": float(self._since.dropped["stale"]),
             "staleness/dropped_length_ratio": self._length_ratio(),
             "buffer/open": float(self.open),
@@ -449,6 +616,8 @@ class Ledger:
             "buffer/groups": float(len(metas)),
         }
         out.update({f"buffer/dropped_{reason}": float(self._since.dropped[reason]) for reason in DROP_REASONS})
+        out.update({f"reward/{name}": _mean(values) if values else math.nan for name, values in self._parts.items()})
+        self._parts = {name: [] for name in self._parts}
         self._since = _Since()
         return out
 
@@ -493,6 +662,10 @@ def _meta(entry: _Open) -> GroupMeta:
 def _zero_variance(entry: _Open) -> bool:
     rewards = _meta(entry).rewards
     return bool(rewards.min() == rewards.max())
+
+
+def _keep(meta: GroupMeta) -> None:
+    """Frees nothing: for books that are a copy."""
 
 
 def _mean(values: Iterable[float]) -> float:
