@@ -43,11 +43,20 @@ class ReplayBuffer(Actor):
         epochs: int | None = None,
         seed: int = 0,
         timeout: float = math.inf,
+        group_size: int = 1,
+        quarantine: float = math.inf,
     ) -> None:
         """`timeout`: seconds in which a worker ends each group, one way or another; `Ledger` has the others."""
         self._timeout = timeout
         self._ledger = Ledger(
-            config, steps=steps, rows=rows, epochs=epochs, seed=seed, free=lambda meta: payload.free(meta.handle)
+            config,
+            steps=steps,
+            rows=rows,
+            epochs=epochs,
+            seed=seed,
+            free=lambda meta: payload.free(meta.handle),
+            group_size=group_size,
+            quarantine=quarantine,
         )
         self._changed = asyncio.Condition()
 
@@ -71,9 +80,10 @@ class ReplayBuffer(Actor):
                 await self._changed.wait()
 
     @concurrent_endpoint
-    async def put(self, meta: GroupMeta) -> bool:
-        """Record a finished group; False if its attempt is not the current one, and its payload is freed."""
-        accepted = self._ledger.put(meta)
+    async def put(self, meta: GroupMeta, failure: str = "") -> bool:
+        """Record a finished group; False if its attempt is not the current one, and its payload is freed. Raises as
+        `Ledger.put` does."""
+        accepted = self._ledger.put(meta, failure)
         await self._wake()
         return accepted
 
@@ -84,9 +94,9 @@ class ReplayBuffer(Actor):
         await self._wake()
 
     @concurrent_endpoint
-    async def failed(self, ticket: int, attempt: int, reason: str) -> None:
+    async def failed(self, ticket: int, attempt: int, reason: str, quarantined: int = 0) -> None:
         """Record a failed attempt; raises as `Ledger.failed` does."""
-        self._ledger.failed(ticket, attempt, reason)
+        self._ledger.failed(ticket, attempt, reason, quarantined)
         await self._wake()
 
     @concurrent_endpoint

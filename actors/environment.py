@@ -17,15 +17,15 @@ why it ended, and each answer either ends the episode or adds an observation for
         async def close(self):
             return
 
-The rollout is one stream of tokens, prompt, action, observation, action and so on: what was generated stays as it came,
-observations are tokenised as they are (with a chat template's marks, if the model wants them), and only actions are
-trained. Its reward is the sum over the turns. Where an observation leaves no room in the engine's context, the episode
-ends like an action that ran into its limit of tokens, with the reward so far.
+The rollout is one stream of tokens: prompt, action, observation, action and so on. What was generated stays as it
+came, observations are tokenised as they are (with a chat template's marks, if the model wants them), and only actions
+are trained. Its reward is the sum over the turns. Where an observation leaves no room in the engine's context, the
+episode ends like an action that ran into its limit of tokens, with the reward so far.
 
 Whatever the environment raises, and a reward that is not finite, costs that rollout alone: it leaves its group and is
-counted. So does a step that is not done when the group's time (`--rollout.timeout`) is up, if it waits by `await`. Code
-that blocks inside `async def` stops all episodes of its worker and cannot be interrupted: hand it to a thread or a
-process (`asyncio.to_thread`). The buffer ends a run whose worker hangs so.
+counted. So does a step that is not done when the group's time (`--rollout.timeout`) is up, if it waits by `await`.
+Code that blocks inside `async def` stops all episodes of its worker and cannot be interrupted: hand it to a thread or
+a process (`asyncio.to_thread`). The buffer ends a run whose worker hangs so.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ class Buffer:
             reply = await reply(self)
         return reply
 
-    async def _put(self, meta):
+    async def _put(self, meta, failure=""):
         self.metas.append(meta)
         self.changed.set()
 
@@ -87,7 +87,7 @@ class Buffer:
         self.given_up.append((ticket, attempt, oldest, actions.tolist()))
         self.changed.set()
 
-    async def _failed(self, ticket, attempt, reason):
+    async def _failed(self, ticket, attempt, reason, quarantined=0):
         self.failures.append((ticket, attempt))
         self.reasons.append(reason)
         self.changed.set()
