@@ -11,9 +11,8 @@ os.environ.setdefault("HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY", "1s")
 os.environ.setdefault("HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE", "10s")
 os.environ.setdefault("HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE", "10s")
 
-
 from actors.cli import command_line
 from actors.config import RunConfig
-from actors.run import Run
+from actors.launch import launch
 
-__all__ = ["Run", "RunConfig", "command_line"]
+__all__ = ["RunConfig", "command_line", "launch"]

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import tyro
+from monarch.actor import ActorError
 
 from actors.config import RunConfig
-from actors.run import Stopped, cause
+from actors.run import Stopped
 
 C = TypeVar("C", bound=RunConfig)
 
@@ -40,3 +41,15 @@ def command_line(config: type[C], train: Callable[[C], Coroutine[Any, Any, dict[
     except Exception as error:
         print(f"{program}: {cause(error)}", file=sys.stderr)
         raise
+
+
+def cause(error: BaseException) -> str:
+    """One line on the first error of a group; of an actor's error the call and what was raised in it."""
+    where = ""
+    while isinstance(error, BaseExceptionGroup | ActorError):
+        if isinstance(error, ActorError):
+            where += f"{error.message.rstrip('.')}: "
+            error = error.exception
+        else:
+            error = error.exceptions[0]
+    return f"{where}{type(error).__name__}: {' '.join(str(error).split())[:400]}"

@@ -1,10 +1,13 @@
-"""All processes of a run, started and set up: what the controller holds of each role."""
+"""From settings to a run: refuse what cannot work, start and set up every process, end them all."""
 
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +19,10 @@ from actors.environment import Task
 from actors.generator import Generator
 from actors.ledger import admission
 from actors.mesh import Meshes
+from actors.metrics import RunLog, default_folder
 from actors.placement import Placement, Spot, plan
 from actors.rollout import Play, RolloutWorker
+from actors.run import Roles, Run, wait
 from actors.shm import RunFolder
 from actors.sync import Replica, WeightPublisher, WeightReceiver, WeightSync
 from actors.tokenizer import Tokenizer
@@ -30,30 +35,6 @@ if TYPE_CHECKING:
 
 DEFAULT_TOKENS = 256
 """Most tokens of a completion where neither a setting nor the task says it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Roles:
-    """Handles of the actors of a run."""
-
-    buffer: Any
-    workers: Any
-    work: asyncio.Task[None]
-    """Ends when the workers do."""
-    replicas: list[Any]
-    """All ranks of each generator, the evaluator's last."""
-    generators: list[Any]
-    """Rank 0 of each replica that trains."""
-    evaluator: Any | None
-    """Rank 0 of the replica that evaluates."""
-    trainer: Any
-    sync: WeightSync
-
-    async def end(self) -> None:
-        """Let generators and trainer end in order; what they still have to do is given up."""
-        self.work.cancel()
-        await asyncio.gather(*(wait(replica.close.call()) for replica in self.replicas))
-        await self.trainer.close.call()
 
 
 def resolve(config: RunConfig) -> RunConfig:
@@ -100,10 +81,70 @@ def check(config: RunConfig, task: Task) -> tuple[Placement, int]:
     return placement, room
 
 
-async def launch(
+@asynccontextmanager
+async def launch(config: RunConfig, *, task: Task, loss: Objective, advantage: Advantage) -> AsyncIterator[Run]:
+    """Start all processes of a run and give its loop; on leaving, finish the run and end them.
+
+    An error, of a process or of the body, ends the run with it. SIGINT or SIGTERM ends the loop after the step in
+    progress; a second one, or one before the loop begins, ends everything at once.
+
+    Args:
+        config: settings of all roles.
+        task: where rows come from and how they are played; picklable.
+        loss: gives one value per token; picklable.
+        advantage: from rewards [N] and group ids [N] of a step to advantages [N]; picklable.
+
+    Raises:
+        ValueError, OSError: settings that contradict each other or do not fit the machine; nothing was started.
+        RuntimeError: a process died, or the books do not balance.
+    """
+    config = resolve(config)
+    placement, room = check(config, task)
+    async with AsyncExitStack() as stack:
+        stop = stack.enter_context(signals())
+        folder = RunFolder.create(room)
+        stack.callback(folder.close)
+        log = RunLog(config.output_dir or default_folder(Path(sys.argv[0]).stem), config, config.steps)
+        meshes = await stack.enter_async_context(Meshes())
+        tasks = await stack.enter_async_context(asyncio.TaskGroup())
+        watch = tasks.create_task(meshes.watch())
+        roles, end = await start(
+            config, placement, folder.path, meshes, stack, tasks, task=task, loss=loss, advantage=advantage
+        )
+        run = Run(config, log, roles, tasks, stop)
+        yield run
+        await roles.trainer.save.call(str(log.folder / "model"))
+        await run.finish()
+        await end()
+        watch.cancel()
+
+
+@contextmanager
+def signals() -> Iterator[asyncio.Future[signal.Signals]]:
+    """Give the first SIGINT or SIGTERM as a future; the second one cancels the present task."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    stop: asyncio.Future[signal.Signals] = loop.create_future()
+
+    def caught(number: signal.Signals) -> None:
+        if stop.done():
+            task.cancel()
+        else:
+            stop.set_result(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, caught, number)
+    try:
+        yield stop
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+
+async def start(
     config: RunConfig,
     placement: Placement,
-    folder: RunFolder,
+    folder: str,
     meshes: Meshes,
     stack: AsyncExitStack,
     tasks: asyncio.TaskGroup,
@@ -111,10 +152,11 @@ async def launch(
     task: Task,
     loss: Objective,
     advantage: Advantage,
-) -> Roles:
-    """Spawn and set up every role; generators and workers run from then on as `tasks`, and end with `stack`."""
+) -> tuple[Roles, Callable[[], Awaitable[None]]]:
+    """Spawn and set up every role; generators and workers run from then on as `tasks`, until the second result is
+    called."""
     assert config.model is not None
-    transport = make_transport(config.sync.transport, folder.path)
+    transport = make_transport(config.sync.transport, folder)
     engine = config.generator.engine
     buffer = meshes.spawn(placement.buffer).spawn(
         "buffer",
@@ -145,7 +187,7 @@ async def launch(
         sampling=config.sampling,
         group_size=config.group_size,
         seed=config.seed,
-        folder=folder.path,
+        folder=folder,
         fixed_routes=config.buffer.max_staleness == 0,
         timeout=config.rollout.timeout,
         most=max(1, config.buffer.groups_per_step // config.rollout.workers),
@@ -154,9 +196,7 @@ async def launch(
     trainer_procs = meshes.spawn(placement.trainer)
     if config.trainer.ranks > 1:
         await setup_torch_elastic_env_async(trainer_procs)
-    trainer = trainer_procs.spawn(
-        "trainer", Trainer, config.trainer, config.sync, folder.path, placement.trainer.device
-    )
+    trainer = trainer_procs.spawn("trainer", Trainer, config.trainer, config.sync, folder, placement.trainer.device)
     await asyncio.gather(
         *(actors.setup.call() for _, actors in replicas),
         trainer.setup.call(config.model, loss, advantage, config.steps),
@@ -164,7 +204,7 @@ async def launch(
     sync = WeightSync(
         config.sync,
         transport,
-        trainer_procs.spawn("publisher", WeightPublisher, folder.path, transport, config.sync.timeout),
+        trainer_procs.spawn("publisher", WeightPublisher, folder, transport, config.sync.timeout),
         [
             Replica(receivers=procs.spawn(f"receiver{i}", WeightReceiver), generators=actors)
             for i, (procs, actors) in enumerate(replicas)
@@ -176,18 +216,19 @@ async def launch(
     for (_, actors), lead in zip(replicas, leads, strict=True):
         followers = [actors.slice(ranks=rank) for rank in range(1, config.generator.tp)]
         tasks.create_task(wait(lead.run.call_one(followers)))
-    return Roles(
+    work = tasks.create_task(wait(workers.run.call()))
+
+    async def end() -> None:
+        work.cancel()
+        await asyncio.gather(*(wait(actors.close.call()) for _, actors in replicas))
+        await trainer.close.call()
+
+    roles = Roles(
         buffer=buffer,
         workers=workers,
-        work=tasks.create_task(wait(workers.run.call())),
-        replicas=[actors for _, actors in replicas],
         generators=serving,
         evaluator=leads[-1] if placement.evaluator else None,
         trainer=trainer,
         sync=sync,
     )
-
-
-async def wait(answer: Any) -> Any:
-    """An actor's answer as a coroutine, for a task."""
-    return await answer
+    return roles, end

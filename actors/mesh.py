@@ -7,6 +7,7 @@ import ctypes
 import logging
 import os
 import platform
+import signal
 from functools import partial
 from typing import Any
 
@@ -28,6 +29,8 @@ STOP_SECONDS = 20.0
 def _bootstrap(environment: dict[str, str]) -> None:
     """Runs in each process before its actors, so before torch is imported."""
     os.environ.update(environment)
+    # A terminal sends Ctrl-C to every process of the group; the controller alone decides how the run ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     if platform.libc_ver()[0] == "glibc":
         # Keep freed memory instead of giving it back: tensors of a step would fault their pages in anew each time,
         # which costs a tenth of a small model's training step.

@@ -1,38 +1,26 @@
-"""One run: its processes, and the verbs of its loop. No rollout passes through here.
+"""The loop of a run as three verbs over its processes. No rollout passes through here.
 
-    async with Run(config, task=task, loss=DIS(), advantage=group_norm) as run:
-        async for batch in run.batches():
-            run.publish(await run.train(batch))
+async with launch(config, task=task, loss=DIS(), advantage=group_norm) as run:
+    async for batch in run.batches():
+        run.publish(await run.train(batch))
 """
 
 from __future__ import annotations
 
 import asyncio
 import signal
-import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
-from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
-
-from monarch.actor import ActorError
+from dataclasses import dataclass
+from typing import Any
 
 from actors import payload
 from actors.config import RunConfig
-from actors.environment import Task
 from actors.generator import Stats
-from actors.launch import Roles, check, launch, resolve, wait
-from actors.mesh import Meshes
-from actors.metrics import RunLog, default_folder
-from actors.shm import RunFolder
+from actors.metrics import RunLog
+from actors.sync import WeightSync
 from actors.timeline import Spans
 from actors.types import Probe, StepReport, Taken
-
-if TYPE_CHECKING:
-    from actors.batching import Advantage
-    from losses.inputs import Objective
 
 STOP_SECONDS = 5.0
 """After a signal, how long the step in progress may take to end."""
@@ -42,25 +30,43 @@ class Stopped(Exception):
     """A signal ended the run in the middle of something; what was saved before stands."""
 
 
-class Run:
-    """All processes of one training run, as an async context: entering starts them, leaving ends them.
+@dataclass(frozen=True, kw_only=True)
+class Roles:
+    """Handles of the actors of a run."""
 
-    Leaving normally waits for everything under way, compares the books of buffer and trainer, writes model and
-    summary. An error, of a process or of the loop's body, ends the run with it. SIGINT or SIGTERM ends the loop after
-    the step in progress; a second one ends everything at once.
+    buffer: Any
+    workers: Any
+    generators: list[Any]
+    """Rank 0 of each replica that serves training."""
+    evaluator: Any | None
+    """Rank 0 of the replica that serves evaluation."""
+    trainer: Any
+    sync: WeightSync
+
+
+class Run:
+    """Counts steps, publishes versions, logs.
 
     Args:
         config: settings of all roles.
-        task: where rows come from and how they are played; picklable.
-        loss: gives one value per token; picklable.
-        advantage: from rewards [N] and group ids [N] of a step to advantages [N]; picklable.
+        log: the output folder.
+        roles: the actors, set up and working.
+        tasks: where everything beside the loop runs: an error there ends the run.
+        stop: gets the signal that ends the loop after the step in progress.
     """
 
-    def __init__(self, config: RunConfig, *, task: Task, loss: Objective, advantage: Advantage) -> None:
-        self.config = resolve(config)
+    def __init__(
+        self,
+        config: RunConfig,
+        log: RunLog,
+        roles: Roles,
+        tasks: asyncio.TaskGroup,
+        stop: asyncio.Future[signal.Signals],
+    ) -> None:
+        self.config, self.log = config, log
         self.summary: dict[str, Any] = {}
-        """What `summary.json` holds, once the context was left."""
-        self._task, self._loss, self._advantage = task, loss, advantage
+        """What `summary.json` holds, after the end."""
+        self._roles, self._tasks, self._stop = roles, tasks, stop
         self._publishing: dict[int, asyncio.Task[None]] = {}
         self._probing: dict[int, asyncio.Task[Probe | None]] = {}
         self._spans = Spans("trainer")
@@ -71,72 +77,6 @@ class Run:
         """Seconds of them before the present step."""
         self._published = 0
         self._tickets: set[int] = set()
-        self._running = False
-
-    async def __aenter__(self) -> Run:
-        """Start and set up all processes.
-
-        Raises:
-            ValueError, OSError: settings that contradict each other or do not fit the machine; nothing was started.
-        """
-        config = self.config
-        placement, room = check(config, self._task)
-        self._catch_signals()
-        async with AsyncExitStack() as stack:
-            folder = RunFolder.create(room)
-            stack.callback(folder.close)
-            self.log = RunLog(config.output_dir or default_folder(Path(sys.argv[0]).stem), config, config.steps)
-            # stack.push(self._note_failure)
-            meshes = await stack.enter_async_context(Meshes())
-            self._tasks = await stack.enter_async_context(asyncio.TaskGroup())
-            self._watch = self._tasks.create_task(meshes.watch())
-            self._roles: Roles = await launch(
-                config,
-                placement,
-                folder,
-                meshes,
-                stack,
-                self._tasks,
-                task=self._task,
-                loss=self._loss,
-                advantage=self._advantage,
-            )
-            self._began = self._ended = time.perf_counter()
-            self._stats = await self._read_stats()
-            self._ready = self._tasks.create_task(wait(self._roles.buffer.ready.call_one(0)))
-            self._start_probe(0)
-            self._running = True
-            self._stack = stack.pop_all()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        async with self._stack:
-            if error is None:
-                await self._finish()
-            else:
-                raise error
-
-    def _catch_signals(self) -> None:
-        loop, main = asyncio.get_running_loop(), asyncio.current_task()
-        self._stop: asyncio.Future[signal.Signals] = loop.create_future()
-
-        def caught(number: signal.Signals) -> None:
-            if self._running and not self._stop.done():
-                self._stop.set_result(number)
-            elif main is not None:
-                main.cancel()
-
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, caught, number)
-
-    def _note_failure(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Leave a summary of a run that did not end by itself."""
-        if error is not None:
-            self.log.fail(cause(error))
 
     # The loop's verbs
 
@@ -146,6 +86,10 @@ class Run:
         Raises:
             RuntimeError: a batch was not trained.
         """
+        self._began = self._ended = time.perf_counter()
+        self._stats = await self._read_stats()
+        self._ready = self._tasks.create_task(wait(self._roles.buffer.ready.call_one(0)))
+        self._start_probe(0)
         for step in range(self.config.steps):
             with self._spans("wait", step):
                 await asyncio.wait({self._ready, self._stop}, return_when=asyncio.FIRST_COMPLETED)
@@ -254,8 +198,8 @@ class Run:
     async def _read_stats(self) -> list[Stats]:
         return list(await asyncio.gather(*(wait(g.stats.call_one()) for g in self._roles.generators)))
 
-    async def _finish(self) -> None:
-        """Wait for what is under way, compare the books of buffer and trainer, write model and summary."""
+    async def finish(self) -> None:
+        """Wait for what is under way, compare the books of buffer and trainer, write the summary."""
         await asyncio.gather(*self._publishing.values())
         if self._stop.done():
             for task in (self._ready, *self._probing.values()):
@@ -270,7 +214,6 @@ class Run:
         if counts["trained"] != ranks:
             raise RuntimeError(f"the buffer counts {counts['trained']} trained tickets, the ranks {ranks}")
         stats = await self._read_stats()
-        await self._roles.trainer.save.call(str(self.log.folder / "model"))
         self.summary = self.log.finish(
             loop_seconds,
             counts,
@@ -278,8 +221,6 @@ class Run:
             idle_trainer=self._waited / training_seconds if training_seconds else 0.0,
             versions_published=self._published,
         )
-        await self._roles.end()
-        self._watch.cancel()
 
 
 def _busy(new: list[Stats], old: list[Stats]) -> float:
@@ -288,13 +229,6 @@ def _busy(new: list[Stats], old: list[Stats]) -> float:
     return sum(n.busy - o.busy for n, o in pairs) / max(sum(n.alive - o.alive for n, o in pairs), 1e-9)
 
 
-def cause(error: BaseException) -> str:
-    """One line on the first error of a group; of an actor's error the call and what was raised in it."""
-    where = ""
-    while isinstance(error, BaseExceptionGroup | ActorError):
-        if isinstance(error, ActorError):
-            where += f"{error.message.rstrip('.')}: "
-            error = error.exception
-        else:
-            error = error.exceptions[0]
-    return f"{where}{type(error).__name__}: {' '.join(str(error).split())[:400]}"
+async def wait(answer: Any) -> Any:
+    """An actor's answer as a coroutine, for a task."""
+    return await answer

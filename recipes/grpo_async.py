@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from actors import Run, RunConfig, command_line
+from actors import RunConfig, command_line, launch
 from losses import DIS, PolicyGradient, PPOClip, group_mean, group_norm
 from recipes.tasks.addition import Addition
 from recipes.tasks.modmix import Modmix
@@ -42,8 +42,8 @@ def with_defaults(config: Config) -> Config:
 async def train(config: Config) -> dict[str, Any]:
     """Start every role, run all steps, leave the output folder; returns the summary."""
     config = with_defaults(config)
-    run = Run(config, task=config.task, loss=config.loss, advantage=ADVANTAGES[config.advantage])
-    async with run:
+    advantage = ADVANTAGES[config.advantage]
+    async with launch(config, task=config.task, loss=config.loss, advantage=advantage) as run:
         async for batch in run.batches():
             run.publish(await run.train(batch))
     return run.summary

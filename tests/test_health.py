@@ -81,8 +81,9 @@ def test_torch_free_roles_stay_so():
 
 def test_help_needs_no_torch_and_every_flag_says_what_it_does():
     code = (
-        "import sys\nsys.argv = ['grpo_async', '--help']\nfrom recipes.grpo_async import main\n"
-        "try:\n    main()\nfinally:\n    print('loaded', *sys.modules)"
+        "import sys\nsys.argv = ['grpo_async', '--help']\nfrom actors import command_line\n"
+        "from recipes.grpo_async import Config, train\n"
+        "try:\n    command_line(Config, train)\nfinally:\n    print('loaded', *sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     *text, modules = done.stdout.splitlines()

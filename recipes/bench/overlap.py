@@ -1,6 +1,6 @@
 """How much waiting asynchrony removes: simulated engines and trainer on 16 virtual devices, real actors between.
 
-Buffer, rollout workers, generator loops and the recipe's controller are the real ones; a forward and a training step
+Buffer, rollout workers, generator loops and the run's loop are the real ones; a forward and a training step
 only take the time that the latency model says. Synchronous training is colocated: all 16 devices generate, then all 16
 train. Asynchronous training gives 12 to generators and 4 to the trainer; the cost of a trained token is chosen so that
 the two halves have equal work. Only trained tokens count on either side.
@@ -18,17 +18,17 @@ from typing import Any
 from monarch.actor import Actor, concurrent_endpoint
 
 from actors.buffer import ReplayBuffer
-from actors.config import BufferConfig, GeneratorConfig, Sampling, SimulatedEngine
+from actors.config import BufferConfig, GeneratorConfig, RunConfig, Sampling, SimulatedEngine
 from actors.environment import Environment, Row, SingleTurn
 from actors.generator import Generator
 from actors.mesh import Meshes
 from actors.metrics import RunLog
 from actors.placement import Spot
 from actors.rollout import Play, RolloutWorker
+from actors.run import Roles, Run, wait
 from actors.shm import RunFolder
 from actors.types import Probe, StepReport, Taken
 from recipes.bench import Result, paired
-from recipes.grpo_async import Config, Controller, wait
 from recipes.tasks.addition import Addition
 
 DEVICES, GENERATORS = 16, 12
@@ -88,7 +88,7 @@ class DirectSync:
         """Nothing to overwrite."""
         return 0.0
 
-    def publish(self, version: int) -> asyncio.Task[dict[str, float]]:
+    def publish(self, version: int, replicas: int) -> asyncio.Task[dict[str, float]]:
         """Swap all replicas."""
         return self._tasks.create_task(self._swap(version))
 
@@ -102,13 +102,13 @@ def seconds_per_token(engine: SimulatedEngine) -> float:
     return (engine.base + engine.per_request * engine.slots) / engine.slots
 
 
-async def run(engine: SimulatedEngine, *, asynchronous: bool, steps: int) -> tuple[float, float, float]:
+async def measure(engine: SimulatedEngine, *, asynchronous: bool, steps: int) -> tuple[float, float, float]:
     """Seconds, trained tokens and dropped share of a run."""
     replicas = GENERATORS if asynchronous else DEVICES
     trainers = DEVICES - GENERATORS if asynchronous else DEVICES
     # Equal work on both sides of the asynchronous split.
     cost = seconds_per_token(engine) * (DEVICES - GENERATORS) / GENERATORS / trainers
-    config = Config(
+    config = RunConfig(
         steps=steps,
         group_size=MEMBERS,
         probe=0,
@@ -150,9 +150,16 @@ async def run(engine: SimulatedEngine, *, asynchronous: bool, steps: int) -> tup
                 tasks.create_task(wait(generator.run.call_one([])))
             tasks.create_task(wait(workers.run.call()))
             sync: Any = DirectSync(generators, tasks)
-            summary = await Controller(config, log, buffer, workers, generators, trainer, sync).loop(tasks)
+            roles = Roles(
+                buffer=buffer, workers=workers, generators=generators, evaluator=None, trainer=trainer, sync=sync
+            )
+            run = Run(config, log, roles, tasks, asyncio.get_running_loop().create_future())
+            async for batch in run.batches():
+                run.publish(await run.train(batch))
+            await run.finish()
             await asyncio.gather(*(wait(generator.close.call_one()) for generator in generators))
             watch.cancel()
+    summary = run.summary
     seconds = summary["loop_seconds"]
     return seconds, summary["trained_tokens_per_second"] * seconds, summary["dropped"] / summary["issued"]
 
@@ -161,10 +168,10 @@ def results() -> list[Result]:
     """The rows of `python -m recipes.bench overlap`."""
     out = []
     for name, engine, steps in (("tail", TAILED, 80), ("no_tail", EVEN, 40)):
-        wall, tokens, dropped = asyncio.run(run(engine, asynchronous=True, steps=steps))
+        wall, tokens, dropped = asyncio.run(measure(engine, asynchronous=True, steps=steps))
         # Generation and training have the same work, so either is the floor.
         floor = tokens * seconds_per_token(engine) / GENERATORS
-        sync_wall, sync_tokens, _ = asyncio.run(run(engine, asynchronous=False, steps=6))
+        sync_wall, sync_tokens, _ = asyncio.run(measure(engine, asynchronous=False, steps=6))
         note = (
             f"S {STALENESS}, {GENERATORS} + {DEVICES - GENERATORS} devices of {engine.slots} slots, lengths: median "
             f"{engine.median_length}, sigma {engine.sigma}, at most {LONGEST}; dropped {dropped:.1%}"

@@ -24,9 +24,11 @@ from monarch.actor import ActorError
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from actors.cli import cause
 from actors.config import BufferConfig, NativeEngine, Sampling, SyncConfig, TrainerConfig
-from recipes.grpo_async import Config, cause, train
+from recipes.grpo_async import Config, train, with_defaults
 from recipes.tasks.addition import Addition
+from recipes.tasks.modmix import Modmix
 from tests.golden.reference import Reference
 from tests.recipes.tasks import SlowAddition
 
@@ -107,7 +109,7 @@ def test_synchronous_runs_repeat_to_the_bit_whatever_the_delays(synchronous):
 def test_a_synchronous_run_equals_one_process_with_a_plain_loop(synchronous):
     (rows, record, weights), _ = synchronous
     torch.set_num_threads(1)
-    c = SMALL
+    c = with_defaults(SMALL)
     reference = Reference(
         str(Addition.checkpoint),
         Addition(),
@@ -284,5 +286,7 @@ def test_the_cause_is_the_first_error_with_the_call_that_raised_it():
     assert cause(group) == "Actor call trainer.setup failed: ValueError: line one line two"
 
 
-def test_sampling_reaches_the_engine_through_the_flags():
-    assert Config().sampling == Sampling(max_tokens=22)
+def test_a_tiny_task_says_how_long_an_answer_may_be_unless_a_flag_does():
+    assert with_defaults(Config()).sampling == Sampling(max_tokens=22)
+    assert with_defaults(Config(task=Modmix())).sampling.max_tokens == 200
+    assert with_defaults(Config(sampling=Sampling(max_tokens=9))).sampling.max_tokens == 9
