@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import logging
 import math
+import os
+import shutil
+import socket
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from monarch.actor import Actor, concurrent_endpoint
@@ -30,6 +37,20 @@ class LeaseReply:
     """Groups to give up if they are too old."""
     done: bool
     """The run needs nothing more."""
+
+
+BOOKS = "books.json"
+"""File of a checkpoint's buffer folder; the finished groups' payloads lie beside it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Restored:
+    """What a trainer's accounts must know of the run before."""
+
+    trained: int
+    """Tickets that ended trained."""
+    begun: tuple[int, ...]
+    """Open tickets that a step has trained: they will end trained too."""
 
 
 class ReplayBuffer(Actor):
@@ -137,3 +158,67 @@ class ReplayBuffer(Actor):
     async def counts(self) -> dict[str, int]:
         """Tickets issued, trained, dropped (by reason), open, and ignored results."""
         return self._ledger.counts()
+
+    @concurrent_endpoint
+    async def checkpoint(self, folder: str, version: int) -> None:
+        """Save the books and the finished groups to a new folder, as `Ledger.snapshot` sees them.
+
+        The books are those of the moment when this arrives: call it after the step that made `version` and before
+        step `version` + 1 is asked for. Copying goes on while groups end.
+
+        Raises:
+            RuntimeError: too early or too late for the version.
+            OSError: no room.
+        """
+        books = self._ledger.snapshot(version)
+        with contextlib.ExitStack() as pins:
+            sources = [_pin(handle, pins) for handle in _handles(books)]
+            await asyncio.to_thread(_save, Path(folder), books, sources)
+
+    @concurrent_endpoint
+    async def restore(self, folder: str, run_folder: str) -> Restored:
+        """Go on from a checkpoint's buffer folder; payloads go to the run's folder. Only before the first lease.
+
+        Raises:
+            ValueError: the folder is damaged, or as `Ledger.restore`.
+            OSError: it cannot be read, or there is no room.
+        """
+        books = await asyncio.to_thread(_load, Path(folder), run_folder)
+        self._ledger.restore(books)
+        return Restored(trained=self._ledger.trained, begun=self._ledger.begun)
+
+
+def _handles(books: dict[str, Any]) -> list[dict[str, Any]]:
+    """Where the payloads of the finished groups lie, to be read and changed."""
+    return [kept["meta"]["handle"] for kept in books["open"] if kept["meta"] is not None]
+
+
+def _pin(handle: dict[str, Any], pins: contextlib.ExitStack) -> str:
+    """Another name of a payload, so that its bytes stay while `pins` is open even if the group ends."""
+    pin = f"{handle['path']}.pin"
+    os.link(handle["path"], pin)
+    pins.callback(os.unlink, pin)
+    return pin
+
+
+def _save(folder: Path, books: dict[str, Any], sources: list[str]) -> None:
+    folder.mkdir()
+    for handle, source in zip(_handles(books), sources, strict=True):
+        handle["path"] = os.path.basename(handle["path"])
+        shutil.copyfile(source, folder / handle["path"])
+    (folder / BOOKS).write_text(json.dumps(books))
+
+
+def _load(folder: Path, run_folder: str) -> dict[str, Any]:
+    try:
+        books: dict[str, Any] = json.loads((folder / BOOKS).read_text())
+        for handle in _handles(books):
+            name = os.path.basename(handle["path"])
+            handle["path"] = os.path.join(run_folder, name)
+            handle["host"] = socket.gethostname()
+            shutil.copyfile(folder / name, handle["path"])
+            if os.path.getsize(handle["path"]) != handle["nbytes"]:
+                raise ValueError(f"{name} has not the {handle['nbytes']} bytes of its group")
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"the buffer's checkpoint {folder} is damaged: {error!r}") from error
+    return books
