@@ -106,9 +106,25 @@ class _Since:
 
     rewards: list[float] = field(default_factory=list)
     dropped: Counter[str] = field(default_factory=Counter)
+    parts: dict[str, list[float]] = field(default_factory=dict)
+    """For every name that was seen in the run."""
     quarantined: int = 0
     failure: str = ""
-    """The first one with its traceback."""
+    """The first rollout's that failed, with its traceback."""
+
+    def note(self, meta: GroupMeta) -> None:
+        """Add what a group's members got."""
+        self.rewards.extend(meta.rewards.tolist())
+        for name, values in meta.parts.items():
+            self.parts.setdefault(name, []).extend(values[~np.isnan(values)].tolist())
+
+    def prepend(self, before: _Since) -> None:
+        """Add what ended before."""
+        self.rewards = before.rewards + self.rewards
+        self.dropped += before.dropped
+        self.parts = {name: before.parts.get(name, []) + values for name, values in self.parts.items()}
+        self.quarantined += before.quarantined
+        self.failure = before.failure or self.failure
 
 
 @dataclass
@@ -170,8 +186,6 @@ class Ledger:
         self._ended = False
         self._since = _Since()
         self._before = _Before()
-        self._parts: dict[str, list[float]] = {}
-        """Of what ended since the last take, for every name that was seen in the run."""
         self._lengths: dict[str, list[int]] = {"dropped": [0, 0], "trained": [0, 0]}
         self._warned: set[str] = set()
 
@@ -463,8 +477,7 @@ class Ledger:
         if entry.meta is None:
             return
         if reason != "trained":
-            self._since.rewards.extend(entry.meta.rewards.tolist())
-            self._note_parts(entry.meta)
+            self._since.note(entry.meta)
         self._free(entry.meta)
 
     # Checkpoints
@@ -499,9 +512,10 @@ class Ledger:
             "trained": book.trained,
             "dropped": dict(book.dropped),
             "ignored": book.ignored,
+            "quarantined": book.quarantined,
             "finished": book._finished,
             "flat": book._flat,
-            "since": {"rewards": book._since.rewards, "dropped": dict(book._since.dropped)},
+            "since": {**vars(book._since), "dropped": dict(book._since.dropped)},
             "lengths": book._lengths,
             "warned": sorted(book._warned),
             "open": [
@@ -526,8 +540,7 @@ class Ledger:
                 self._lengths["trained"][1] -= len(_meta(entry).actions)
         self._next_step = step
         self._flat += self._before.flat
-        self._since.rewards = self._before.since.rewards + self._since.rewards
-        self._since.dropped += self._before.since.dropped
+        self._since.prepend(self._before.since)
 
     def restore(self, books: dict[str, Any]) -> None:
         """Go on from a snapshot, in a ledger that has issued nothing. Steps, epochs and all settings may be others.
@@ -543,8 +556,8 @@ class Ledger:
         self.version = self._next_step = books["version"]
         self.issued, self.trained, self.ignored = books["issued"], books["trained"], books["ignored"]
         self.dropped.update(books["dropped"])
-        self._finished, self._flat = books["finished"], books["flat"]
-        self._since = _Since(books["since"]["rewards"], Counter(books["since"]["dropped"]))
+        self._finished, self._flat, self.quarantined = books["finished"], books["flat"], books["quarantined"]
+        self._since = _Since(**{**books["since"], "dropped": Counter(books["since"]["dropped"])})
         self._lengths, self._warned = books["lengths"], set(books["warned"])
         for kept in books["open"]:
             ticket = kept["ticket"]
@@ -587,21 +600,16 @@ class Ledger:
             f"tried again, {self.open} of {self.capacity} slots are open, the generators hold version {self.version}"
         )
 
-    def _note_parts(self, meta: GroupMeta) -> None:
-        for name, values in meta.parts.items():
-            self._parts.setdefault(name, []).extend(values[~np.isnan(values)].tolist())
-
     def _metrics(self, metas: list[GroupMeta]) -> dict[str, float]:
         for meta in metas:
-            self._note_parts(meta)
+            self._since.note(meta)
         trained = [r for m in metas for r in m.rewards.tolist()]
         actions = [n for m in metas for n in m.actions.tolist()]
         self._lengths["trained"][0] += sum(actions)
         self._lengths["trained"][1] += len(actions)
-        closed = self._since.rewards + trained
         untaken = self._untaken()
         out = {
-            "reward/mean": _mean(closed),
+            "reward/mean": _mean(self._since.rewards),
             "reward/trained": _mean(trained),
             "reward/zero_variance": _mean([float(m.rewards.min() == m.rewards.max()) for m in metas]),
             "rollout/length": _mean(actions),
@@ -616,9 +624,9 @@ class Ledger:
             "buffer/groups": float(len(metas)),
         }
         out.update({f"buffer/dropped_{reason}": float(self._since.dropped[reason]) for reason in DROP_REASONS})
-        out.update({f"reward/{name}": _mean(values) if values else math.nan for name, values in self._parts.items()})
-        self._parts = {name: [] for name in self._parts}
-        self._since = _Since()
+        parts = self._since.parts
+        out.update({f"reward/{name}": _mean(values) if values else math.nan for name, values in parts.items()})
+        self._since = _Since(parts={name: [] for name in parts})
         return out
 
     def _length_ratio(self) -> float:
