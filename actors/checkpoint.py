@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+TRAINER, BUFFER, MODEL = "trainer", "buffer", "model"
+"""Folders of a checkpoint; the last is a Hugging Face folder."""
 STATE = "run.json"
 BEST = "best.json"
 HIDDEN = ".step-"

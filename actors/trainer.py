@@ -5,6 +5,7 @@ Torch is imported at setup, so a controller that only spawns it stays light.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from monarch.actor import Actor, current_rank, endpoint
@@ -29,13 +30,24 @@ class Trainer(Actor):
 
     @endpoint
     def setup(
-        self, model: str, objective: Objective, advantage: Advantage, total_steps: int, version: int = 0
+        self,
+        model: str,
+        objective: Objective,
+        advantage: Advantage,
+        total_steps: int,
+        version: int = 0,
+        checkpoint: str | None = None,
     ) -> None:
-        """Load and shard the model of a local folder as `version`, make the staging slots and stage it."""
+        """Load and shard the model of a local folder as `version`, make the staging slots and stage it.
+
+        With `checkpoint`, the trainer's folder of the checkpoint of `version`, weights, optimizer and random state
+        are those; `model` still gives the architecture and the tokenizer's files.
+        """
         import torch
         from torch.distributed.device_mesh import init_device_mesh
 
         from actors.backends.hf import HfModel
+        from actors.saving import Saver, load
         from actors.sync import Slots
         from actors.training import Training
 
@@ -44,10 +56,11 @@ class Trainer(Actor):
         if device.type == "cuda":
             device = torch.device("cuda", self._rank % torch.cuda.device_count())
             torch.cuda.set_device(device)
-        mesh = None
+        mesh = group = None
         if self._config.ranks > 1:
             torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
             mesh = init_device_mesh(device.type, (self._config.ranks,))
+            group = torch.distributed.new_group(backend="gloo")
         backend = HfModel(model, self._config.dtype, device, mesh)
         self._training = Training(
             self._config,
@@ -60,11 +73,21 @@ class Trainer(Actor):
             rank=self._rank,
             device=device,
         )
+        if checkpoint is not None:
+            state = self._training.state()
+            load(state, Path(checkpoint), group)
+            self._training.load_state(state)
+        self._saver = Saver(self._run_dir, self._training, group)
 
     @endpoint
     def step(self, taken: Taken, probe: Probe | None = None) -> StepReport:
         """Train a batch from version `taken.step` and stage the next version."""
         return self._training.step(taken, probe)
+
+    @endpoint
+    def checkpoint(self) -> float:
+        """Copy the rank's state for the `CheckpointWriter` beside it; returns seconds."""
+        return self._saver.copy()
 
     @endpoint
     def save(self, path: str) -> None:

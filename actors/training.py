@@ -144,6 +144,30 @@ class Training:
             },
         )
 
+    def state(self) -> dict[str, Tensor]:
+        """What another process needs to go on to the bit: weights, moments and update counts by parameter name, the
+        version, and this rank's random state. The first three alias the live tensors; DTensors where sharded."""
+        state = {f"weight/{name}": tensor for name, tensor in self.backend.weights().items()}
+        for name, parameter in self.parameters.items():
+            moments = self.optimizer.state[parameter]
+            if not moments:  # no update came yet: what AdamW itself begins with
+                moments["step"] = torch.zeros((), device=self.device)
+                moments["exp_avg"] = torch.zeros_like(parameter, requires_grad=False)
+                moments["exp_avg_sq"] = torch.zeros_like(parameter, requires_grad=False)
+            state |= {f"{kind}/{name}": tensor for kind, tensor in moments.items()}
+        return state | {"version": torch.tensor(self.version), f"rng/{self.rank}": torch.get_rng_state()}
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """Go on from `state`'s tensors, filled in place since: take over what is not aliased and stage the weights.
+
+        Raises:
+            ValueError: the state is of another version than the one held.
+        """
+        if (version := int(state["version"])) != self.version:
+            raise ValueError(f"trainer rank {self.rank}: the checkpoint is of version {version}, not {self.version}")
+        torch.set_rng_state(state[f"rng/{self.rank}"])
+        self.staging.stage(self.version)
+
     def _update(
         self, number: int, microbatches: list[Microbatch], old: list[Tensor | None], peaks: Tensor
     ) -> dict[str, float]:

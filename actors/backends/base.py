@@ -31,6 +31,14 @@ class Backend(Protocol):
         """
         ...
 
+    def weights(self) -> dict[str, Tensor]:
+        """Every distinct weight by Hugging Face name, alias of the live one: DTensors where sharded."""
+        ...
+
+    def export(self, path: str, weights: dict[str, Tensor]) -> None:
+        """Write a Hugging Face folder of these whole weights. Any one rank, any thread, at any time."""
+        ...
+
     def save(self, path: str) -> None:
         """Write a Hugging Face folder that `AutoModelForCausalLM` loads; rank 0 writes, all ranks take part."""
         ...

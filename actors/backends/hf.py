@@ -114,37 +114,35 @@ class HfModel:
         return scores
 
     def shards(self) -> Iterator[Shard]:
-        for name, tensor in self._weights():
+        for name, tensor in self.weights().items():
             if first_replica(tensor):
                 box, local = box_of(tensor)
                 yield Shard(name, tuple(tensor.shape), box, local)
 
     def save(self, path: str) -> None:
-        """Write config, weights (float32, one file) and the source folder's tokenizer files.
-
-        Tensors are gathered one at a time; rank 0 then holds the whole model in host memory.
-        """
+        """Tensors are gathered one at a time; rank 0 then holds the whole model in host memory."""
         gathered = {}
         writes = not isinstance(self.scored, FSDPModule) or torch.distributed.get_rank() == 0
-        for name, tensor in self._weights():
+        for name, tensor in self.weights().items():
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             if writes:
                 gathered[name] = whole.contiguous().cpu()
-        if not writes:
-            return
+        if writes:
+            self.export(path, gathered)
+
+    def export(self, path: str, weights: dict[str, Tensor]) -> None:
+        """One file of float32 weights, the config, and the source folder's tokenizer files."""
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
         for file in self.folder.iterdir():
             if file.suffix in TEXT and not file.name.startswith("model"):
                 shutil.copyfile(file, folder / file.name)
         self.model.config.save_pretrained(folder)
-        save_file(gathered, folder / "model.safetensors", metadata={"format": "pt"})
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
-    def _weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every distinct weight. From the state dict: parameters may be whole, not shards, after a forward."""
-        for name, tensor in self.model.state_dict().items():
-            if name not in self.tied:
-                yield name, tensor.detach()
+    def weights(self) -> dict[str, Tensor]:
+        """From the state dict: parameters may be whole, not shards, after a forward."""
+        return {name: tensor.detach() for name, tensor in self.model.state_dict().items() if name not in self.tied}
 
 
 def _check_head(model: Any, scored: _Scored, folder: str, device: torch.device) -> None:
