@@ -1,0 +1,199 @@
+"""What a run shows on a terminal: how far it is, how well it learns, who waits."""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+
+from rich.console import Console, ConsoleDimensions, Group, RenderableType
+from rich.live import Live
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+PER_SECOND = 2
+"""Frames drawn."""
+CURVE = 60
+"""Most steps that a curve shows."""
+SPEED_SECONDS = 3600
+"""Steps younger than this give the remaining time."""
+DRAIN_SECONDS = 2.0
+"""Longest wait, at the end, for lines on their way to the terminal."""
+BARS = "".join(map(chr, range(0x2581, 0x2589)))
+"""Eight blocks from low to high."""
+
+LINES = (
+    ("reward", "reward/mean", (("reward/mean", "{:.3f}"),)),
+    ("length", "rollout/length", (("rollout/length", "{:.1f}"), ("rollout/truncated", "cut {:.0%}"))),
+    (
+        "staleness",
+        None,
+        (("staleness/mean", "mean {:.1f}"), ("staleness/max", "max {:.0f}"), ("staleness/dropped", "dropped {:.0f}")),
+    ),
+    ("idle", None, (("idle/trainer", "trainer {:.0%}"), ("idle/generator", "generators {:.0%}"))),
+    ("queue", None, (("buffer/ready", "{:.0f} ready"), ("buffer/in_flight", "{:.0f} in flight"))),
+    (
+        "policy",
+        None,
+        (
+            ("policy/loss", "loss {:+.4f}"),
+            ("policy/grad_norm", "grad {:.2f}"),
+            ("policy/engine_gap_max", "gap {:.0e}"),
+        ),
+    ),
+)
+"""Label, the metric whose curve ends the line, and the numbers before it."""
+
+
+def terminal() -> bool:
+    """Whether stdout is a terminal that can move its cursor."""
+    return sys.stdout.isatty() and not Console().is_dumb_terminal
+
+
+class LiveView:
+    """A few lines at the bottom of the terminal, redrawn in place by a thread of rich's.
+
+    While it is shown, stdout and stderr of this process and of all that it starts then are a pipe whose lines are
+    printed above the view: a warning from any process leaves it whole. stderr stays as it is if it is no terminal.
+    """
+
+    def __init__(self, title: str, steps: int, rows: Sequence[Mapping[str, float]], links: Sequence[str]) -> None:
+        """`rows` are the steps of earlier processes of the run."""
+        self.note, self.evaluation = "starting", ""
+        self._title, self._links = title, links
+        self._rows: tuple[Mapping[str, float], ...] = tuple(rows[-CURVE:])
+        self._steps, self._done = steps, int(rows[-1]["step"]) + 1 if rows else 0
+        self._stack = ExitStack()
+
+    def __enter__(self) -> LiveView:
+        with ExitStack() as stack:
+            self._terminal = os.dup(1)
+            stack.callback(os.close, self._terminal)
+            # Not closed with the view: processes that outlive it still write to the pipe.
+            out = open(os.dup(1), "w", encoding=sys.stdout.encoding, errors="replace")
+            self._console = Console(file=out, force_terminal=True, highlight=False, markup=False)
+            self._redirect(stack)
+            self._progress = Progress(
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(bar_width=None),
+                TimeElapsedColumn(),
+                TextColumn("left"),
+                TimeRemainingColumn(),
+                console=self._console,
+                auto_refresh=False,
+                expand=True,
+                speed_estimate_period=SPEED_SECONDS,
+            )
+            self._task = self._progress.add_task("", total=self._steps, completed=self._done)
+            self._measure()
+            stack.enter_context(
+                Live(
+                    get_renderable=self.frame,
+                    console=self._console,
+                    refresh_per_second=PER_SECOND,
+                    redirect_stdout=False,
+                    redirect_stderr=False,
+                )
+            )
+            stack.callback(self._drain)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
+
+    def step(self, row: Mapping[str, float]) -> None:
+        """Show a step that ended."""
+        self._rows = (*self._rows[1 - CURVE :], row)
+        self.note = ""
+        self._progress.update(self._task, completed=row["step"] + 1)
+
+    def frame(self) -> RenderableType:
+        """The lines as they are now; runs in rich's thread."""
+        self._measure()
+        width = self._console.width
+        grid = Table.grid(padding=(0, 1))
+        grid.add_column(no_wrap=True, style="dim", min_width=10)
+        grid.add_column(no_wrap=True, overflow="ellipsis")
+        last = self._rows[-1] if self._rows else {}
+        for label, curve, numbers in LINES:
+            text = "  ".join(
+                form.format(last[name]) for name, form in numbers if math.isfinite(last.get(name, math.nan))
+            )
+            if curve and text:
+                values = [row.get(curve, math.nan) for row in self._rows]
+                text += f"  {sparkline(values[-max(1, width - 13 - len(text)) :])}"
+            if text:
+                grid.add_row(label, Text(text))
+        for label, text in (
+            ("evaluation", self.evaluation),
+            ("now", self.note),
+            *(("log", link) for link in self._links),
+        ):
+            if text:
+                grid.add_row(label, Text(text))
+        return Group(Text(self._title, no_wrap=True, overflow="ellipsis"), self._progress, grid)
+
+    def _measure(self) -> None:
+        """rich would look at the standard streams, which may be no terminal now."""
+        size = os.get_terminal_size(self._terminal)
+        self._console.size = ConsoleDimensions(size.columns or 80, size.lines or 25)
+
+    def _redirect(self, stack: ExitStack) -> None:
+        reader, self._pipe = os.pipe()
+        stack.callback(os.close, self._pipe)
+        self._mark = secrets.token_hex(16)
+        self._drained = threading.Event()
+        for stream, fd in ((sys.stdout, 1), (sys.stderr, 2)):
+            if os.isatty(fd):
+                stream.flush()
+                saved = os.dup(fd)
+                stack.callback(os.close, saved)
+                stack.callback(os.dup2, saved, fd)
+                stack.callback(stream.flush)
+                os.dup2(self._pipe, fd)
+        threading.Thread(target=self._forward, args=(reader,), name="terminal", daemon=True).start()
+
+    def _forward(self, reader: int) -> None:
+        """Print what comes through the pipe, line by line, until its last writer is gone."""
+        with open(reader, "rb") as lines:
+            for raw in lines:
+                line = raw.decode(errors="replace").rstrip("\r\n")
+                if line.endswith(self._mark):
+                    line = line.removesuffix(self._mark)
+                    self._drained.set()
+                    if not line:
+                        continue
+                # A progress bar of some library overwrites its line: its last state is enough.
+                self._console.print(Text.from_ansi(line.rsplit("\r", 1)[-1]), soft_wrap=True)
+
+    def _drain(self) -> None:
+        """Wait until all that was written so far is on the terminal."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.write(self._pipe, f"{self._mark}\n".encode())
+        self._drained.wait(DRAIN_SECONDS)
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """A character per value, from the lowest of them to the highest; a blank for nan."""
+    finite = [value for value in values if math.isfinite(value)]
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BARS[round((value - low) * scale)] if math.isfinite(value) else " " for value in values)
