@@ -33,7 +33,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from actors.types import Finish
 
@@ -86,6 +86,41 @@ class Task(Protocol):
     def environment(self) -> Environment:
         """A new episode."""
         ...
+
+
+@runtime_checkable
+class HeldOut(Protocol):
+    """What a task has besides, if it keeps rows from training for evaluation."""
+
+    @property
+    def held_out_rows(self) -> int:
+        """Rows that are never trained; 0 if there are none."""
+        ...
+
+    def held_out_row(self, i: int) -> Row:
+        """Held-out row i, the same on every call."""
+        ...
+
+    def environment(self) -> Environment:
+        """A new episode."""
+        ...
+
+
+@dataclass(frozen=True)
+class HeldOutRows:
+    """The held-out rows of a task as a task."""
+
+    task: HeldOut
+
+    @property
+    def rows(self) -> int:
+        return self.task.held_out_rows
+
+    def row(self, i: int) -> Row:
+        return self.task.held_out_row(i)
+
+    def environment(self) -> Environment:
+        return self.task.environment()
 
 
 @dataclass(kw_only=True)

@@ -7,22 +7,25 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from monarch.spmd import setup_torch_elastic_env_async
 
-from actors.buffer import ReplayBuffer
-from actors.config import NativeEngine, RunConfig
-from actors.environment import Task
+from actors.buffer import ReplayBuffer, Restored
+from actors.checkpoint import BUFFER, MODEL, TRAINER, Checkpoints
+from actors.config import NativeEngine, RunConfig, Sampling
+from actors.environment import HeldOut, Task
 from actors.generator import Generator
 from actors.ledger import admission
-from actors.mesh import Meshes
+from actors.mesh import Meshes, cause
 from actors.metrics import RunLog, default_folder
 from actors.placement import Placement, Spot, plan
-from actors.rollout import Play, RolloutWorker
-from actors.run import Roles, Run, wait
+from actors.player import Play
+from actors.rollout import RolloutWorker
+from actors.run import Roles, Run, Start, Stopped, wait
+from actors.saving import CheckpointWriter
 from actors.shm import RunFolder
 from actors.sync import Replica, WeightPublisher, WeightReceiver, WeightSync
 from actors.tokenizer import Tokenizer
@@ -52,27 +55,38 @@ def resolve(config: RunConfig) -> RunConfig:
     return replace(config, generator=replace(config.generator, engine=engine))
 
 
+def check_model(model: str | None, sampling: Sampling) -> list[Path]:
+    """Refuse a folder that cannot be used; returns its files of weights.
+
+    Raises:
+        ValueError, OSError: there is no such folder, or it lacks weights, a tokenizer, an end token.
+    """
+    if model is None:
+        raise ValueError("this task has no model of its own: give --model, a local Hugging Face folder")
+    if not Path(model).is_dir():
+        raise FileNotFoundError(f"no folder {model!r}: --model takes a local Hugging Face folder, not a hub's name")
+    files = list(Path(model).glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"no *.safetensors in {model!r}: give --model a Hugging Face folder")
+    if not (Tokenizer.load(model).eos_ids or sampling.stop):
+        raise ValueError(
+            f"{model!r} names no end token, so no completion would stop: give its generation_config.json an "
+            "eos_token_id, or give --sampling.stop"
+        )
+    return files
+
+
 def check(config: RunConfig, task: Task) -> tuple[Placement, int]:
     """Refuse what cannot work before anything starts; returns the placement and the bytes of shared files needed.
 
     Raises:
         ValueError, OSError: settings contradict each other, do not fit the machine, or name files that are not there.
     """
-    if config.model is None:
-        raise ValueError("this task has no model of its own: give --model, a local Hugging Face folder")
-    folder = Path(config.model)
-    if not folder.is_dir():
-        raise FileNotFoundError(f"no folder {config.model!r}: --model takes a local Hugging Face folder, no hub name")
-    files = list(folder.glob("*.safetensors"))
-    if not files:
-        raise FileNotFoundError(f"no *.safetensors in {config.model!r}: give --model a Hugging Face folder")
-    if not (Tokenizer.load(config.model).eos_ids or config.sampling.stop):
-        raise ValueError(
-            f"{config.model!r} names no end token, so no completion would stop: give its "
-            "generation_config.json an eos_token_id, or give --sampling.stop"
-        )
+    files = check_model(config.model, config.sampling)
     if task.rows is not None and task.rows < 1:
         raise ValueError(f"the task has {task.rows} rows to train on: give it at least one")
+    if config.eval.every and held_out(task) < 1:
+        raise ValueError("--eval.every needs held-out rows and this task keeps none: see the task's flags")
     placement = plan(
         config.generator, config.trainer, config.rollout, evaluator=config.eval.every > 0, gpus=config.gpus
     )
@@ -81,12 +95,17 @@ def check(config: RunConfig, task: Task) -> tuple[Placement, int]:
     return placement, room
 
 
+def held_out(task: Task) -> int:
+    """Rows that a task keeps for evaluation."""
+    return task.held_out_rows if isinstance(task, HeldOut) else 0
+
+
 @asynccontextmanager
 async def launch(config: RunConfig, *, task: Task, loss: Objective, advantage: Advantage) -> AsyncIterator[Run]:
     """Start all processes of a run and give its loop; on leaving, finish the run and end them.
 
-    An error, of a process or of the body, ends the run with it. SIGINT or SIGTERM ends the loop after the step in
-    progress; a second one, or one before the loop begins, ends everything at once.
+    An error, of a process or of the body, ends the run with it; `summary.json` says so. SIGINT or SIGTERM ends the
+    loop after the step in progress; a second one ends everything at once.
 
     Args:
         config: settings of all roles.
@@ -97,26 +116,93 @@ async def launch(config: RunConfig, *, task: Task, loss: Objective, advantage: A
     Raises:
         ValueError, OSError: settings that contradict each other or do not fit the machine; nothing was started.
         RuntimeError: a process died, or the books do not balance.
+        Stopped: a signal came before the loop began, or while it waited for something that did not end.
     """
     config = resolve(config)
     placement, room = check(config, task)
+    output = config.output_dir or default_folder(Path(sys.argv[0]).stem)
+    origin = find_checkpoint(output, config) if config.resume else None
     async with AsyncExitStack() as stack:
         stop = stack.enter_context(signals())
         folder = RunFolder.create(room)
         stack.callback(folder.close)
-        log = RunLog(config.output_dir or default_folder(Path(sys.argv[0]).stem), config, config.steps)
+        log = RunLog(
+            output,
+            config,
+            config.steps,
+            config.log,
+            resume_step=None if origin is None else origin.version,
+            overwrite=config.overwrite,
+        )
+        stack.enter_context(noted(log, stop))
+        stack.enter_context(log)
+        log.note("starting")
         meshes = await stack.enter_async_context(Meshes())
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         watch = tasks.create_task(meshes.watch())
-        roles, end = await start(
-            config, placement, folder.path, meshes, stack, tasks, task=task, loss=loss, advantage=advantage
+        starting = tasks.create_task(
+            spawn(
+                config,
+                placement,
+                folder.path,
+                meshes,
+                stack,
+                tasks,
+                task=task,
+                loss=loss,
+                advantage=advantage,
+                origin=origin,
+            )
         )
-        run = Run(config, log, roles, tasks, stop)
+        first: set[asyncio.Future[Any]] = {starting, stop}
+        await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            starting.cancel()
+            raise Stopped(f"{stop.result().name} before the first step")
+        roles, start, end = starting.result()
+        assert config.model is not None
+        run = Run(config, log, roles, tasks, stop, Tokenizer.load(config.model), held_out=held_out(task), start=start)
+        log.note("")
         yield run
-        await roles.trainer.save.call(str(log.folder / "model"))
+        log.note("ending")
+        if not stop.done():
+            await roles.trainer.save.call(str(log.folder / MODEL))
         await run.finish()
         await end()
         watch.cancel()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """The checkpoint that a run goes on from."""
+
+    path: Path
+    version: int
+
+
+def find_checkpoint(output: Path, config: RunConfig) -> Origin:
+    """The newest checkpoint of an earlier run.
+
+    Raises:
+        ValueError: there is none, or it has all steps already.
+    """
+    path = Checkpoints(output / "checkpoints", config.save.keep).newest()
+    if path is None:
+        raise ValueError(f"{output} has no complete checkpoint to resume: start anew with --overwrite")
+    version = int(Checkpoints.read(path)["step"])
+    if version >= config.steps:
+        raise ValueError(f"{path} has all {config.steps} steps already: raise --steps to go on")
+    return Origin(path=path, version=version)
+
+
+@contextmanager
+def noted(log: RunLog, stop: asyncio.Future[signal.Signals]) -> Iterator[None]:
+    """Leave a summary of a run that ends in the middle."""
+    try:
+        yield
+    except BaseException as error:
+        log.fail(cause(error), "stopped" if stop.done() else "failed")
+        raise
 
 
 @contextmanager
@@ -141,7 +227,7 @@ def signals() -> Iterator[asyncio.Future[signal.Signals]]:
             loop.remove_signal_handler(number)
 
 
-async def start(
+async def spawn(
     config: RunConfig,
     placement: Placement,
     folder: str,
@@ -152,10 +238,12 @@ async def start(
     task: Task,
     loss: Objective,
     advantage: Advantage,
-) -> tuple[Roles, Callable[[], Awaitable[None]]]:
-    """Spawn and set up every role; generators and workers run from then on as `tasks`, until the second result is
+    origin: Origin | None,
+) -> tuple[Roles, Start, Callable[[], Awaitable[None]]]:
+    """Spawn and set up every role; generators and workers run from then on as `tasks`, until the last result is
     called."""
     assert config.model is not None
+    model, version = (config.model, 0) if origin is None else (str(origin.path / MODEL), origin.version)
     transport = make_transport(config.sync.transport, folder)
     engine = config.generator.engine
     buffer = meshes.spawn(placement.buffer).spawn(
@@ -167,6 +255,8 @@ async def start(
         config.epochs,
         config.seed,
         config.rollout.timeout,
+        config.group_size,
+        config.rollout.quarantine,
     )
 
     def generator(spot: Spot) -> tuple[Any, Any]:
@@ -174,8 +264,8 @@ async def start(
         if spot is placement.evaluator and isinstance(engine, NativeEngine):
             settings = replace(settings, engine=replace(engine, deterministic=False))
         procs = meshes.spawn(spot)
-        arguments = (settings, config.model, config.group_size, spot.device)
-        return procs, procs.spawn(spot.name, Generator, *arguments, label=spot.name)
+        arguments = (settings, model, config.group_size, spot.device)
+        return procs, procs.spawn(spot.name, Generator, *arguments, label=spot.name, version=version)
 
     spots = [*placement.generators, *([placement.evaluator] if placement.evaluator else [])]
     replicas = [generator(spot) for spot in spots]
@@ -190,6 +280,7 @@ async def start(
         folder=folder,
         fixed_routes=config.buffer.max_staleness == 0,
         timeout=config.rollout.timeout,
+        context=engine.max_length if isinstance(engine, NativeEngine) else None,
         most=max(1, config.buffer.groups_per_step // config.rollout.workers),
     )
     workers = meshes.spawn(placement.workers).spawn("worker", RolloutWorker, play, buffer, serving)
@@ -197,10 +288,14 @@ async def start(
     if config.trainer.ranks > 1:
         await setup_torch_elastic_env_async(trainer_procs)
     trainer = trainer_procs.spawn("trainer", Trainer, config.trainer, config.sync, folder, placement.trainer.device)
-    await asyncio.gather(
-        *(actors.setup.call() for _, actors in replicas),
-        trainer.setup.call(config.model, loss, advantage, config.steps),
-    )
+    setup = [actors.setup.call() for _, actors in replicas]
+    state = None if origin is None else str(origin.path / TRAINER)
+    setup.append(trainer.setup.call(model, loss, advantage, config.steps, version, state))
+    await asyncio.gather(*setup)
+    start = Start()
+    if origin is not None:
+        before: Restored = await buffer.restore.call_one(str(origin.path / BUFFER), folder)
+        start = Start(version=version, trained=before.trained, begun=before.begun)
     sync = WeightSync(
         config.sync,
         transport,
@@ -229,6 +324,7 @@ async def start(
         generators=serving,
         evaluator=leads[-1] if placement.evaluator else None,
         trainer=trainer,
+        writers=trainer_procs.spawn("writer", CheckpointWriter, folder),
         sync=sync,
     )
-    return roles, end
+    return roles, start, end

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import monarch.actor
-from monarch.actor import this_host
+from monarch.actor import ActorError, this_host
 
 from actors.placement import Spot
 
@@ -29,8 +29,9 @@ STOP_SECONDS = 20.0
 def _bootstrap(environment: dict[str, str]) -> None:
     """Runs in each process before its actors, so before torch is imported."""
     os.environ.update(environment)
-    # A terminal sends Ctrl-C to every process of the group; the controller alone decides how the run ends.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A terminal sends Ctrl-C to every process of the group; the controller alone decides how the run ends. This is not
+    # the main thread, to which Python's own function is limited.
+    ctypes.CDLL(None).signal(signal.SIGINT, ctypes.c_void_p(signal.SIG_IGN))
     if platform.libc_ver()[0] == "glibc":
         # Keep freed memory instead of giving it back: tensors of a step would fault their pages in anew each time,
         # which costs a tenth of a small model's training step.
@@ -102,3 +103,16 @@ class Meshes:
         except RuntimeError as error:
             # A mesh that lost a process cannot stop cleanly; what is left of it ends with this process.
             log.debug("stopping %s: %s", name, error)
+
+
+def cause(error: BaseException) -> str:
+    """One line on the first error of a group: the first line of its text; of an actor's error also the call."""
+    where = ""
+    while isinstance(error, BaseExceptionGroup | ActorError):
+        if isinstance(error, ActorError):
+            where += f"{error.message.rstrip('.')}: "
+            error = error.exception
+        else:
+            error = error.exceptions[0]
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return f"{where}{type(error).__name__}: {first[:400]}"

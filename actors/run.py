@@ -8,19 +8,26 @@ async with launch(config, task=task, loss=DIS(), advantage=group_norm) as run:
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import time
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from actors import payload
+from actors.checkpoint import BUFFER, Checkpoints
 from actors.config import RunConfig
+from actors.evaluation import evaluate, figures
 from actors.generator import Stats
 from actors.metrics import RunLog
+from actors.samples import choose, samples
 from actors.sync import WeightSync
-from actors.timeline import Spans
+from actors.timeline import Span, Spans
+from actors.tokenizer import Tokenizer
 from actors.types import Probe, StepReport, Taken
+
+log = logging.getLogger(__name__)
 
 STOP_SECONDS = 5.0
 """After a signal, how long the step in progress may take to end."""
@@ -41,7 +48,20 @@ class Roles:
     evaluator: Any | None
     """Rank 0 of the replica that serves evaluation."""
     trainer: Any
+    writers: Any
+    """The `CheckpointWriter` beside each rank of the trainer."""
     sync: WeightSync
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Where a run begins: at nothing, or at a checkpoint of an earlier process."""
+
+    version: int = 0
+    trained: int = 0
+    """Tickets that ended trained before."""
+    begun: tuple[int, ...] = ()
+    """Open tickets that a step has trained before."""
 
 
 class Run:
@@ -53,6 +73,9 @@ class Run:
         roles: the actors, set up and working.
         tasks: where everything beside the loop runs: an error there ends the run.
         stop: gets the signal that ends the loop after the step in progress.
+        tokenizer: for the sample rollouts.
+        held_out: rows that the task keeps for evaluation.
+        start: where this process goes on.
     """
 
     def __init__(
@@ -62,21 +85,29 @@ class Run:
         roles: Roles,
         tasks: asyncio.TaskGroup,
         stop: asyncio.Future[signal.Signals],
+        tokenizer: Tokenizer,
+        *,
+        held_out: int = 0,
+        start: Start | None = None,
     ) -> None:
         self.config, self.log = config, log
         self.summary: dict[str, Any] = {}
         """What `summary.json` holds, after the end."""
         self._roles, self._tasks, self._stop = roles, tasks, stop
+        self._tokenizer, self._held_out, self._start = tokenizer, held_out, start or Start()
+        self._checkpoints = Checkpoints(log.folder / "checkpoints", config.save.keep)
+        self._version = self._saved = self._start.version
+        self._tickets = set(self._start.begun)
+        """Tickets that the ranks trained, of those that were open at the start or issued later."""
         self._publishing: dict[int, asyncio.Task[None]] = {}
         self._probing: dict[int, asyncio.Task[Probe | None]] = {}
+        self._sampling: dict[int, asyncio.Task[list[dict[str, Any]]]] = {}
+        self._evaluating: asyncio.Task[None] | None = None
+        self._saving: asyncio.Task[None] | None = None
         self._spans = Spans("trainer")
         self._stats: list[Stats] = []
-        self._waited = 0.0
-        """Seconds that the trainer waited for batches."""
         self._wait = 0.0
-        """Seconds of them before the present step."""
-        self._published = 0
-        self._tickets: set[int] = set()
+        """Seconds that the trainer waited for the present batch."""
 
     # The loop's verbs
 
@@ -88,9 +119,11 @@ class Run:
         """
         self._began = self._ended = time.perf_counter()
         self._stats = await self._read_stats()
-        self._ready = self._tasks.create_task(wait(self._roles.buffer.ready.call_one(0)))
-        self._start_probe(0)
-        for step in range(self.config.steps):
+        self._ready = self._tasks.create_task(wait(self._roles.buffer.ready.call_one(self._version)))
+        self._start_probe(self._version)
+        if self.config.eval.every and not self._version:
+            self._evaluating = self._tasks.create_task(self._evaluate(0))
+        for step in range(self._version, self.config.steps):
             with self._spans("wait", step):
                 await asyncio.wait({self._ready, self._stop}, return_when=asyncio.FIRST_COMPLETED)
             if self._stop.done():
@@ -116,12 +149,13 @@ class Run:
         await self._roles.sync.lease(step + 1)
         if not taken.last:
             self._ready = self._tasks.create_task(wait(self._roles.buffer.ready.call_one(step + 1)))
+        self._sampling[step] = self._tasks.create_task(asyncio.to_thread(self._samples, taken))
         probe = await self._probe_for(step)
         with self._spans("train", step):
             reports: list[StepReport] = list((await self._unless_stopped(taken, probe)).values())
         seconds, self._ended = time.perf_counter() - self._ended, time.perf_counter()
         self._account(taken, reports)
-        self._waited += self._wait
+        self._version = step + 1
         return {
             "step": step,
             **taken.metrics,
@@ -131,10 +165,19 @@ class Run:
             "idle/trainer": self._wait / seconds,
         }
 
-    def publish(self, row: dict[str, float]) -> None:
-        """Push the weights of the step that gave `row` to all generators, and log it, while the loop goes on."""
+    async def publish(self, row: dict[str, float]) -> None:
+        """Push the weights of the step that gave `row` to all generators, and log it, while the loop goes on.
+
+        Where a checkpoint is due this waits for the one before and for a copy in memory.
+        """
         version = int(row["step"]) + 1
-        self._publishing[version] = self._tasks.create_task(self._publish(version, row))
+        evaluates = self._due(version, self.config.eval.every)
+        if evaluates and self._evaluating is not None and not self._evaluating.done():
+            log.warning("version %d is not evaluated: the evaluation before is still going on", version)
+            evaluates = False
+        self._publishing[version] = self._tasks.create_task(self._publish(version, row, evaluates))
+        if evaluates or self._due(version, self.config.save.every):
+            await self._save()
 
     # What goes on beside it
 
@@ -149,12 +192,18 @@ class Run:
             raise Stopped(f"{self._stop.result().name}: step {taken.step} did not end within {STOP_SECONDS:.0f} s")
         return step.result()
 
-    async def _publish(self, version: int, row: dict[str, float]) -> None:
+    def _due(self, version: int, every: int) -> bool:
+        """Whether something done `every` so many versions, and at the end, is to be done at this one."""
+        return every > 0 and (version % every == 0 or version == self.config.steps)
+
+    async def _publish(self, version: int, row: dict[str, float], evaluates: bool) -> None:
         """Push `version`, open new tickets, log the step that made it."""
-        row |= await self._roles.sync.publish(version, len(self._roles.generators))
+        row |= await self._roles.sync.publish(version, None if evaluates else len(self._roles.generators))
+        if evaluates:
+            self._evaluating = self._tasks.create_task(self._evaluate(version))
         if version - 1 in self._publishing:
             await asyncio.shield(self._publishing.pop(version - 1))
-        self._published += 1
+        self.log.rollouts(await self._sampling.pop(version - 1))
         await self._roles.buffer.announce.call_one(version)
         self._start_probe(version)
         stats, old = await self._read_stats(), self._stats
@@ -162,6 +211,47 @@ class Run:
         row["perf/generated_tokens"] = sum(new.tokens - last.tokens for new, last in zip(stats, old, strict=True))
         row["idle/generator"] = 1 - _busy(stats, old)
         self.log.step(row)
+        self.log.spans([span for spans in await self._read_spans() for span in spans])
+
+    async def _save(self) -> None:
+        """Begin a checkpoint of the version that the trainer holds."""
+        if self._saving is not None:
+            await asyncio.shield(self._saving)
+        version, hidden = self._version, self._checkpoints.begin(self._version)
+        books = wait(self._roles.buffer.checkpoint.call_one(str(hidden / BUFFER), version))
+        with self._spans("checkpoint", version):
+            await self._roles.trainer.checkpoint.call()
+        self._saving = self._tasks.create_task(self._write(version, str(hidden), books))
+
+    async def _write(self, version: int, hidden: str, books: Coroutine[Any, Any, None]) -> None:
+        """Write a checkpoint; it is there when buffer, trainer and the log of its step are."""
+        await asyncio.gather(books, wait(self._roles.writers.write.call(hidden)))
+        if version in self._publishing:
+            await asyncio.shield(self._publishing[version])
+        await asyncio.to_thread(self._checkpoints.commit, version, {})
+        self._saved = version
+
+    def _samples(self, taken: Taken) -> list[dict[str, Any]]:
+        """Records of a few rollouts of a step."""
+        chosen = choose(taken, self.config.log.rollouts)
+        return [record for number in chosen for record in samples(taken, number, self._tokenizer)]
+
+    async def _evaluate(self, version: int) -> None:
+        """Play held-out rows at one version, which the evaluator keeps until the next evaluation."""
+        settings = self.config.eval
+        judged = await evaluate(
+            self._roles.workers,
+            [self._roles.evaluator],
+            rows=min(settings.rows, self._held_out),
+            version=version,
+            samples=settings.samples,
+            sampling=replace(self.config.sampling, temperature=settings.temperature),
+        )
+        found = figures(judged, settings.samples)
+        self.log.evaluation(version, found)
+        best = self._checkpoints.best()
+        if version and (best is None or found["eval/reward"] > best.value):
+            await asyncio.to_thread(self._checkpoints.mark_best, version, found["eval/reward"])
 
     def _start_probe(self, version: int) -> None:
         """Short rollouts at one version, for the trainer to compare logprobs; the replicas take turns."""
@@ -198,29 +288,49 @@ class Run:
     async def _read_stats(self) -> list[Stats]:
         return list(await asyncio.gather(*(wait(g.stats.call_one()) for g in self._roles.generators)))
 
+    async def _read_spans(self) -> list[Sequence[Span]]:
+        """What every role did since the last reading."""
+        evaluator, workers = self._roles.evaluator, self._roles.workers
+        out: list[Sequence[Span]] = [self._spans.take(), self._roles.sync.spans.take()]
+        out += [stats.spans for stats in self._stats]
+        if evaluator is not None:
+            out.append((await wait(evaluator.stats.call_one())).spans)
+        return out + list((await wait(workers.spans.call())).values())
+
     async def finish(self) -> None:
-        """Wait for what is under way, compare the books of buffer and trainer, write the summary."""
+        """Wait for what is under way, compare the books of buffer and trainer, write checkpoint and summary."""
         await asyncio.gather(*self._publishing.values())
+        loop_seconds = time.perf_counter() - self._began
+        aside = [*self._probing.values(), *([self._evaluating] if self._evaluating else [])]
         if self._stop.done():
-            for task in (self._ready, *self._probing.values()):
+            for task in (self._ready, *aside):
                 task.cancel()
         else:
-            await asyncio.gather(*self._probing.values())
-        loop_seconds, training_seconds = time.perf_counter() - self._began, self._ended - self._began
+            await asyncio.gather(*aside)
+        if self._saving is not None:
+            await self._saving
+        if self._saved != self._version and (self._stop.done() or self.config.save.every):
+            await self._save()
+            assert self._saving is not None
+            await self._saving
         counts: dict[str, int] = await self._roles.buffer.counts.call_one()
-        if counts["issued"] != counts["trained"] + counts["dropped"] + counts["open"]:
-            raise RuntimeError(f"the buffer's books do not balance: {counts}")
-        ranks = len(self._tickets)
-        if counts["trained"] != ranks:
-            raise RuntimeError(f"the buffer counts {counts['trained']} trained tickets, the ranks {ranks}")
-        stats = await self._read_stats()
+        self._balance(counts)
+        stopped = self._stop.result().name if self._stop.done() else ""
         self.summary = self.log.finish(
             loop_seconds,
             counts,
-            idle_generator=1 - sum(s.busy for s in stats) / sum(s.alive for s in stats),
-            idle_trainer=self._waited / training_seconds if training_seconds else 0.0,
-            versions_published=self._published,
+            status="stopped" if stopped else "done",
+            reason=f"{stopped} after step {self._version}" if stopped else "",
+            versions_published=self._version,
         )
+
+    def _balance(self, counts: dict[str, int]) -> None:
+        """Raises RuntimeError when tickets were lost, or buffer and ranks disagree."""
+        if counts["issued"] != counts["trained"] + counts["dropped"] + counts["open"]:
+            raise RuntimeError(f"the buffer's books do not balance: {counts}")
+        ranks = self._start.trained + len(self._tickets)
+        if counts["trained"] != ranks:
+            raise RuntimeError(f"the buffer counts {counts['trained']} trained tickets, the ranks {ranks}")
 
 
 def _busy(new: list[Stats], old: list[Stats]) -> float:

@@ -242,6 +242,16 @@ class Group:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Judged:
+    """A held-out row as it was played for evaluation."""
+
+    row: int
+    rollouts: tuple[Rollout, ...]
+    failures: tuple[str, ...]
+    """Members without a reward: what their environment raised, with its traceback."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PayloadHandle:
     """Where a group's columns lie. Read with `actors.payload.read`."""
 

@@ -45,7 +45,7 @@ async def train(config: Config) -> dict[str, Any]:
     advantage = ADVANTAGES[config.advantage]
     async with launch(config, task=config.task, loss=config.loss, advantage=advantage) as run:
         async for batch in run.batches():
-            run.publish(await run.train(batch))
+            await run.publish(await run.train(batch))
     return run.summary
 
 

@@ -18,15 +18,18 @@ from typing import Any
 from monarch.actor import Actor, concurrent_endpoint
 
 from actors.buffer import ReplayBuffer
-from actors.config import BufferConfig, GeneratorConfig, RunConfig, Sampling, SimulatedEngine
+from actors.config import BufferConfig, GeneratorConfig, LogConfig, RunConfig, Sampling, SimulatedEngine
 from actors.environment import Environment, Row, SingleTurn
 from actors.generator import Generator
 from actors.mesh import Meshes
 from actors.metrics import RunLog
 from actors.placement import Spot
-from actors.rollout import Play, RolloutWorker
+from actors.player import Play
+from actors.rollout import RolloutWorker
 from actors.run import Roles, Run, wait
 from actors.shm import RunFolder
+from actors.timeline import Spans
+from actors.tokenizer import Tokenizer
 from actors.types import Probe, StepReport, Taken
 from recipes.bench import Result, paired
 from recipes.tasks.addition import Addition
@@ -82,7 +85,7 @@ class DirectSync:
     """`WeightSync` without weights: a version is a number that every replica swaps to."""
 
     def __init__(self, generators: list[Any], tasks: asyncio.TaskGroup) -> None:
-        self._generators, self._tasks = generators, tasks
+        self._generators, self._tasks, self.spans = generators, tasks, Spans("sync")
 
     async def lease(self, version: int) -> float:
         """Nothing to overwrite."""
@@ -112,6 +115,7 @@ async def measure(engine: SimulatedEngine, *, asynchronous: bool, steps: int) ->
         steps=steps,
         group_size=MEMBERS,
         probe=0,
+        log=LogConfig(rollouts=0),
         sampling=Sampling(max_tokens=LONGEST),
         buffer=BufferConfig(groups_per_step=GROUPS, max_staleness=STALENESS if asynchronous else 0),
         generator=GeneratorConfig(replicas=replicas, engine=engine),
@@ -151,11 +155,18 @@ async def measure(engine: SimulatedEngine, *, asynchronous: bool, steps: int) ->
             tasks.create_task(wait(workers.run.call()))
             sync: Any = DirectSync(generators, tasks)
             roles = Roles(
-                buffer=buffer, workers=workers, generators=generators, evaluator=None, trainer=trainer, sync=sync
+                buffer=buffer,
+                workers=workers,
+                generators=generators,
+                evaluator=None,
+                trainer=trainer,
+                writers=None,
+                sync=sync,
             )
-            run = Run(config, log, roles, tasks, asyncio.get_running_loop().create_future())
+            tokenizer = Tokenizer.load(model)
+            run = Run(config, log, roles, tasks, asyncio.get_running_loop().create_future(), tokenizer)
             async for batch in run.batches():
-                run.publish(await run.train(batch))
+                await run.publish(await run.train(batch))
             await run.finish()
             await asyncio.gather(*(wait(generator.close.call_one()) for generator in generators))
             watch.cancel()

@@ -24,6 +24,16 @@ class Scratchpad:
     seed: int = 0
     """Row i depends on this and i only."""
 
+    held_out_rows: ClassVar[int] = 1000
+
+    def held_out_row(self, i: int) -> dict[str, str]:
+        """A row after those of training. There are few different ones, so most occur in training too."""
+        return self.row(self.rows + i)
+
+    def row(self, i: int) -> dict[str, str]:
+        """Row i: the prompt and the answer."""
+        raise NotImplementedError
+
     def environment(self) -> Environment:
         """An episode of one answer."""
         return SingleTurn(reward=self.reward)

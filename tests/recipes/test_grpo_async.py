@@ -24,8 +24,8 @@ from monarch.actor import ActorError
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from actors.cli import cause
 from actors.config import BufferConfig, NativeEngine, Sampling, SyncConfig, TrainerConfig
+from actors.mesh import cause
 from recipes.grpo_async import Config, train, with_defaults
 from recipes.tasks.addition import Addition
 from recipes.tasks.modmix import Modmix
@@ -283,7 +283,7 @@ def test_settings_that_cannot_work_are_one_line_and_no_output(tmp_path):
 def test_the_cause_is_the_first_error_with_the_call_that_raised_it():
     error = ActorError(ValueError("line one\nline two"), "Actor call trainer.setup failed.")
     group = ExceptionGroup("outer", [ExceptionGroup("inner", [error]), RuntimeError("later")])
-    assert cause(group) == "Actor call trainer.setup failed: ValueError: line one line two"
+    assert cause(group) == "Actor call trainer.setup failed: ValueError: line one"
 
 
 def test_a_tiny_task_says_how_long_an_answer_may_be_unless_a_flag_does():
