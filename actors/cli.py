@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import tyro
 
 from actors.config import RunConfig
-from actors.mesh import cause
+from actors.mesh import cause, first_of
 from actors.metrics import print_summary
 from actors.run import Stopped
 from actors.settings import restore
@@ -43,13 +43,14 @@ def command_line(config: type[C], train: Callable[[C], Coroutine[Any, Any, dict[
         summary = asyncio.run(train(settings))
     except (ValueError, OSError) as error:
         sys.exit(f"{program}: {error}")
-    except Stopped as stop:
-        print(f"{program}: {stop}", file=sys.stderr)
-        sys.exit(128 + signal.SIGTERM)
     except (KeyboardInterrupt, asyncio.CancelledError):
         print(f"{program}: ended at once by a second signal", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
     except Exception as error:
+        _, first = first_of(error)
+        if isinstance(first, Stopped):
+            print(f"{program}: {first}", file=sys.stderr)
+            sys.exit(128 + first.signal)
         print(f"{program}: {cause(error)}", file=sys.stderr)
         raise
     print_summary(summary)

@@ -158,7 +158,7 @@ async def launch(config: RunConfig, *, task: Task, loss: Objective, advantage: A
         await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
         if not starting.done():
             starting.cancel()
-            raise Stopped(f"{stop.result().name} before the first step")
+            raise Stopped(stop.result(), "before the first step")
         roles, start, end = starting.result()
         assert config.model is not None
         run = Run(config, log, roles, tasks, stop, Tokenizer.load(config.model), held_out=held_out(task), start=start)
@@ -290,7 +290,8 @@ async def spawn(
     trainer = trainer_procs.spawn("trainer", Trainer, config.trainer, config.sync, folder, placement.trainer.device)
     setup = [actors.setup.call() for _, actors in replicas]
     state = None if origin is None else str(origin.path / TRAINER)
-    setup.append(trainer.setup.call(model, loss, advantage, config.steps, version, state))
+    # The files beside the weights come from the first folder: a checkpoint may be pruned before the run ends.
+    setup.append(trainer.setup.call(config.model, loss, advantage, config.steps, version, state))
     await asyncio.gather(*setup)
     start = Start()
     if origin is not None:

@@ -107,12 +107,18 @@ class Meshes:
 
 def cause(error: BaseException) -> str:
     """One line on the first error of a group: the first line of its text; of an actor's error also the call."""
-    where = ""
+    calls, error = first_of(error)
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return f"{calls}{type(error).__name__}: {first[:400]}"
+
+
+def first_of(error: BaseException) -> tuple[str, BaseException]:
+    """The first error of a group that is none itself, and the calls of actors that led to it."""
+    calls = ""
     while isinstance(error, BaseExceptionGroup | ActorError):
         if isinstance(error, ActorError):
-            where += f"{error.message.rstrip('.')}: "
+            calls += f"{error.message.rstrip('.')}: "
             error = error.exception
         else:
             error = error.exceptions[0]
-    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    return f"{where}{type(error).__name__}: {first[:400]}"
+    return calls, error

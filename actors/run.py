@@ -36,6 +36,10 @@ STOP_SECONDS = 5.0
 class Stopped(Exception):
     """A signal ended the run in the middle of something; what was saved before stands."""
 
+    def __init__(self, number: signal.Signals, where: str) -> None:
+        super().__init__(f"stopped by {number.name} {where}")
+        self.signal = number
+
 
 @dataclass(frozen=True, kw_only=True)
 class Roles:
@@ -189,7 +193,8 @@ class Run:
             await asyncio.wait({step}, timeout=STOP_SECONDS)
         if not step.done():
             step.cancel()
-            raise Stopped(f"{self._stop.result().name}: step {taken.step} did not end within {STOP_SECONDS:.0f} s")
+            where = f"in step {taken.step}, which did not end within {STOP_SECONDS:.0f} s"
+            raise Stopped(self._stop.result(), where)
         return step.result()
 
     def _due(self, version: int, every: int) -> bool:
