@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+import json
 import logging
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -38,8 +40,8 @@ def meta(lease: Lease, *, rewards=(0.0, 1.0), oldest=None, newest=None, length=1
     )
 
 
-def ledger(steps=100, rows=None, epochs=None, free=lambda m: None, **config) -> Ledger:
-    return Ledger(BufferConfig(**config), steps=steps, rows=rows, epochs=epochs, free=free)
+def ledger(steps=100, rows=None, epochs=None, seed=0, free=lambda m: None, **config) -> Ledger:
+    return Ledger(BufferConfig(**config), steps=steps, rows=rows, epochs=epochs, seed=seed, free=free)
 
 
 def tickets(taken) -> list[int]:
@@ -571,6 +573,257 @@ def test_synchronous_takes_every_ticket_in_order_whatever_the_order(p, seed, ste
     run = Run(config, seed=seed, steps=steps, sigma=2.0, twice=0.2).go()
     assert [g.ticket for _, g in run.trained] == list(range(p * steps))
     assert all(g.oldest.min() == step for step, g in run.trained)
+
+
+# Checkpoints
+
+
+class Live(Run):
+    """As the controller drives it: a batch is asked for while the one before it trains, versions are announced late.
+    Rewards are the tickets' own."""
+
+    def done(self, lease, length):
+        chance = random.Random(f"{lease.ticket}")
+        if self.rng.random() < self.fail:
+            self.book.failed(lease.ticket, lease.attempt, "chance")
+            return
+        rewards = chance.choice([(0.0, 1.0), (1.0, 1.0), (1.0, 0.0)])
+        born = self.begun[lease.ticket, lease.attempt]
+        m = meta(lease, rewards=rewards, oldest=born, newest=self.now_version, length=chance.randrange(1, 50))
+        self.given.append(m.handle.path)
+        self.book.put(m)
+
+    def resume(self, books):
+        """Continue from a snapshot that went through a file."""
+        books = json.loads(json.dumps(books))
+        self.given += [kept["meta"]["handle"]["path"] for kept in books["open"] if kept["meta"]]
+        self.book.restore(books)
+        self.now_version = books["version"]
+        self.check()
+        return self
+
+    def live(self, late, save=None):
+        """To the end; returns the snapshot of version `save`, made when the trainer holds it."""
+        made = asked = self.now_version
+        busy, batches, snapshot = False, {}, None
+
+        def announce(version):
+            self.now_version = version
+            self.book.announce(version)
+
+        def train(step):
+            nonlocal busy, made, snapshot
+            busy, made = False, step + 1
+            if made == save:
+                snapshot = self.book.snapshot(made)
+            self.at(self.rng.choice([0.0, late]), lambda: announce(step + 1))
+
+        over = self.book.exhausted
+        self.work()
+        while self.book.open or not over:
+            if not over and asked <= made + busy and (taken := self.book.take(asked)):
+                self.takes.append(taken)
+                self.trained += [(asked, g) for g in taken.groups]
+                batches[asked] = over = taken.last
+                asked += 1
+            if not busy and made in batches:
+                del batches[made]
+                busy = True
+                self.at(1.0, lambda step=made: train(step))
+                continue
+            self.work()
+            self.check()
+            assert self.events, f"stuck: {self.book.waiting_for(asked)}"
+            self.clock, _, action = heapq.heappop(self.events)
+            action()
+        assert sorted(self.freed) == sorted(self.given), "each payload is freed once"
+        return snapshot
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    config=configs
+    | st.builds(
+        BufferConfig,
+        groups_per_step=st.integers(1, 4),
+        max_staleness=st.just(8),
+        order=st.just("window"),
+        window=st.integers(1, 5),
+    ),
+    seed=st.integers(0, 10**6),
+    save=st.integers(0, 8),
+    steps=st.sampled_from([1, 2, 4, 8, 1000]),
+    more=st.sampled_from([0, 1000]),
+    fail=st.sampled_from([0.0, 0.2]),
+    late=st.sampled_from([0.0, 1.5]),
+)
+def test_a_killed_lineage_ends_each_ticket_once(config, seed, save, steps, more, fail, late):
+    """The run before the snapshot and the one after it, with more steps or the same."""
+    data = {"rows": 13, "epochs": 2}
+    first = Live(config, seed=seed, steps=steps, fail=fail, wait=2, **data)
+    books = first.live(late, save)
+    if books is None:
+        return  # it ended before
+    then = Live(config, seed=seed + 1, steps=steps + more, fail=fail, wait=2, **data).resume(books)
+    then.live(late)
+    trained = [g.ticket for step, g in first.trained if step < save] + [g.ticket for _, g in then.trained]
+    counts = then.book.counts()
+    assert counts["open"] == 0 and counts["issued"] == counts["trained"] + counts["dropped"]
+    assert counts["trained"] == len(set(trained))
+    assert max(map(trained.count, trained), default=0) <= config.reuse
+    assert [step for step, _ in then.trained] == sorted(step for step, _ in then.trained)
+    assert all(taken.step >= save for taken in then.takes)
+    if steps + more >= 1000:
+        assert counts["issued"] == 26 and counts["dropped_end"] == 0
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    p=st.integers(1, 5),
+    order=st.sampled_from(["oldest", "fifo", "finish", "freshest"]),
+    seed=st.integers(0, 10**6),
+    save=st.integers(1, 7),
+    late=st.sampled_from([0.0, 1.5]),
+    reuse=st.integers(1, 2),
+)
+def test_a_synchronous_run_takes_the_same_batches_after_a_resume(p, order, seed, save, late, reuse):
+    config = BufferConfig(groups_per_step=p, max_staleness=0, order=order, reuse=reuse)
+    first = Live(config, seed=seed, steps=8)
+    books = first.live(late, save)
+    then = Live(config, seed=seed + 1, steps=8).resume(books)
+    then.live(late)
+
+    def seen(takes):
+        metrics = [{k: v for k, v in t.metrics.items() if not k.startswith("buffer/")} for t in takes]
+        return [
+            (t.step, tickets(t), [g.row for g in t.groups], t.last, m) for t, m in zip(takes, metrics, strict=True)
+        ]
+
+    assert seen(then.takes) == seen(first.takes[save:])
+    assert then.book.counts() == first.book.counts()
+
+
+def test_a_batch_taken_too_early_goes_back_and_its_payloads_stay():
+    freed = []
+    book = ledger(groups_per_step=2, max_staleness=2, zero_variance="filter", free=freed.append)
+    leases = book.lease(0, 6)
+    finish(book, leases, [0, 1, 4])
+    assert tickets(book.take(0)) == [0, 1]
+    book.put(meta(leases[2], rewards=(1.0, 1.0)))
+    book.put(meta(leases[3]))
+    # Step 1: ticket 2 is filtered, so 3 alone is a batch; the trainer has just made version 1.
+    assert tickets(book.take(1)) == [3]
+    assert book.put(meta(leases[5])) and book.failed(book.lease(0, 1)[0].ticket, 0, "bad")
+    live = book.counts()
+    books = json.loads(json.dumps(book.snapshot(1)))
+    assert book.counts() == live and len(freed) == 1, "a snapshot changes nothing"
+    assert (books["trained"], books["dropped"]["zero_variance"], books["issued"]) == (2, 1, 7)
+    assert [(o["ticket"], o["attempt"], o["finished_as"], o["uses"]) for o in books["open"]] == [
+        (3, 0, 4, 0),
+        (4, 0, 2, 0),
+        (5, 0, 5, 0),
+        (6, 1, -1, 0),
+    ]
+    assert [o["ticket"] for o in books["open"] if o["meta"] is None] == [6]
+    assert books["lengths"]["trained"] == [40, 4]  # tickets 0 and 1: two members of 10 tokens each
+    other = ledger(groups_per_step=2, max_staleness=2, zero_variance="filter")
+    other.restore(books)
+    # The filtered group still counts for step 1.
+    again = other.take(1)
+    assert tickets(again) == [3] and again.metrics["buffer/dropped_zero_variance"] == 1
+    assert [(lease.ticket, lease.attempt, lease.version) for lease in other.lease(0, 1)] == [(6, 1, 1)]
+    np.testing.assert_array_equal(again.groups[0].rewards, np.array([0, 1], np.float32))
+    assert other.snapshot(1)["open"][:3] == books["open"][:3] and other.snapshot(1)["lengths"] == books["lengths"]
+    assert again.groups[0].rewards.dtype == np.float32 and again.groups[0].handle == meta(leases[3]).handle
+
+
+def test_groups_in_flight_are_leased_anew_and_late_results_ignored():
+    book = ledger(groups_per_step=1, max_staleness=2, seed=5)
+    old = book.lease(0, 9)
+    book.put(meta(old[0]))
+    book.take(0)
+    other = ledger(groups_per_step=1, max_staleness=2, seed=5)
+    other.restore(book.snapshot(1))
+    new = other.lease(3, 2)
+    assert [(n.ticket, n.row, n.attempt, n.version) for n in new] == [(o.ticket, o.row, 1, 1) for o in old[1:]]
+    assert other.put(meta(old[1])) is False and other.put(meta(new[0])) is True
+
+
+def test_more_steps_reopen_what_the_last_one_cut():
+    """A batch that refills up to four groups: three are flat and dropped, then one is enough."""
+    settings = {"groups_per_step": 2, "max_staleness": 0, "zero_variance": "refill", "refill_cap": 2}
+    freed = []
+    book = ledger(steps=1, free=lambda m: freed.append(m.ticket), **settings)
+    for _ in range(3):
+        book.put(meta(book.lease(0, 2)[0], rewards=(1.0, 1.0)))
+        assert book.take(0) is None
+    # Tickets 1 and 4 are open; the step ends with 1, and 4, finished or not, has no step left.
+    (last,) = book.lease(0, 2)
+    book.put(meta(replace(last, ticket=1)))
+    book.put(meta(last))
+    assert last.ticket == 4 and tickets(book.take(0)) == [1]
+    book.announce(1)
+    assert sorted(freed) == [0, 1, 2, 3, 4] and book.counts()["dropped_end"] == 1
+    books = book.snapshot(1)
+    assert [(o["ticket"], o["attempt"], o["meta"]) for o in books["open"]] == [(4, 1, None)]
+    other = ledger(steps=5, **settings)
+    other.restore(books)
+    assert other.counts() == book.counts() | {"dropped": 3, "dropped_end": 0, "open": 1}
+    assert [(lease.ticket, lease.attempt) for lease in other.lease(0, 2)] == [(4, 1), (5, 0)]
+    same = ledger(steps=1, **settings)
+    same.restore(books)
+    assert same.exhausted and same.open == 0 and not same.lease(0, 9)
+    assert same.counts() == book.counts() and len(same.snapshot(1)["open"]) == 1
+
+
+def test_a_trained_group_that_no_step_is_left_to_reuse_stays_closed():
+    book = ledger(groups_per_step=1, max_staleness=3, order="freshest", reuse=2, steps=3)
+    leases = book.lease(0, 2)
+    book.put(meta(leases[0]))
+    book.take(0)
+    book.announce(1)
+    book.put(meta(leases[1], oldest=1))
+    for step in (1, 2):
+        assert tickets(book.take(step)) == [1]
+        book.announce(step + 1)
+    books = book.snapshot(3)
+    assert books["open"] == [] and books["trained"] == books["issued"] == 2 and books["dropped"]["end"] == 0
+
+
+def test_a_group_begun_before_the_checkpoint_is_known():
+    book = ledger(groups_per_step=1, max_staleness=3, reuse=2, steps=9)
+    leases = book.lease(0, 2)
+    finish(book, leases, [0, 1])
+    book.take(0)
+    book.announce(1)
+    other = ledger(groups_per_step=1, max_staleness=3, reuse=2, steps=9)
+    other.restore(book.snapshot(1))
+    assert other.begun == (leases[0].ticket,) and other.trained == 0
+    assert tickets(other.take(1)) == [leases[0].ticket]
+    other.announce(2)
+    assert other.trained == 1
+
+
+@pytest.mark.parametrize("moment", ["early", "late", "announced"])
+def test_a_snapshot_at_the_wrong_moment_is_refused(moment):
+    book = ledger(groups_per_step=1, max_staleness=3)
+    finish(book, book.lease(0, 4), [0, 1, 2])
+    book.take(0)
+    if moment != "early":
+        book.take(1)
+    if moment == "late":
+        book.take(2)
+    if moment == "announced":
+        book.announce(2)
+    with pytest.raises(RuntimeError, match="no snapshot of version"):
+        book.snapshot(2 if moment == "early" else 1)
+
+
+@pytest.mark.parametrize("other", [{"rows": 8}, {"rows": 7, "seed": 1}])
+def test_books_of_other_data_are_refused(other):
+    books = ledger(rows=7).snapshot(0)
+    with pytest.raises(ValueError, match="7 rows"):
+        ledger(**other).restore(books)
 
 
 def long_tail(order: str) -> tuple[float, float, float]:
