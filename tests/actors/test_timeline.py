@@ -58,7 +58,25 @@ def test_take_clears_and_an_open_span_stays():
         assert spans.take() == []
     (train,) = spans.take()
     assert (train.name, train.version) == ("train", 3)
-    assert before - 1 <= train.begin <= train.end <= time.time() + 1
+    assert before - 1 <= train.begin <= time.time() + 1
+
+
+def test_a_block_lasts_as_long_as_the_steady_clock_says(monkeypatch):
+    clock = iter((20.0, 22.5))
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    spans = Spans("trainer")
+    with spans("train"):
+        pass
+    (train,) = spans.take()
+    assert train.end - train.begin == pytest.approx(2.5)
+
+
+def test_a_burst_goes_on_after_a_take():
+    spans = Spans("generator0")
+    spans.add("decode", 1.0, 1.002)
+    spans.take()
+    spans.add("decode", 1.003, 1.005)
+    assert [(s.begin, s.end) for s in spans.take()] == [(1.003, 1.005)]
 
 
 def test_a_block_that_raises_is_recorded():
