@@ -553,6 +553,7 @@ class Ledger:
                 f"the checkpoint is of a run over {books['rows']} rows with seed {books['seed']}, this one has "
                 f"{self._row.rows} rows and seed {self._row.seed}: its tickets would name other rows"
             )
+        books = copy.deepcopy(books)
         self.version = self._next_step = books["version"]
         self.issued, self.trained, self.ignored = books["issued"], books["trained"], books["ignored"]
         self.dropped.update(books["dropped"])
