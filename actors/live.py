@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 import os
 import secrets
+import select
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
+from typing import IO
 
 from rich.console import Console, ConsoleDimensions, Group, RenderableType
 from rich.live import Live
@@ -32,6 +35,8 @@ SPEED_SECONDS = 3600
 """Steps younger than this give the remaining time."""
 DRAIN_SECONDS = 2.0
 """Longest wait, at the end, for lines on their way to the terminal."""
+CHUNK = 1 << 16
+"""Bytes read at once: what a pipe holds."""
 BARS = "".join(map(chr, range(0x2581, 0x2589)))
 """Eight blocks from low to high."""
 
@@ -64,7 +69,7 @@ def terminal() -> bool:
 
 
 class LiveView:
-    """A few lines at the bottom of the terminal, redrawn in place by a thread of rich's.
+    """A few lines at the bottom of the terminal, redrawn in place by a thread.
 
     While it is shown, stdout and stderr of this process and of all that it starts then are a pipe whose lines are
     printed above the view: a warning from any process leaves it whole. stderr stays as it is if it is no terminal.
@@ -76,6 +81,8 @@ class LiveView:
         self._title, self._links = title, links
         self._rows: tuple[Mapping[str, float], ...] = tuple(rows[-CURVE:])
         self._steps, self._done = steps, int(rows[-1]["step"]) + 1 if rows else 0
+        self._mark = secrets.token_hex(16).encode()
+        self._ended = threading.Event()
         self._stack = ExitStack()
 
     def __enter__(self) -> LiveView:
@@ -85,7 +92,6 @@ class LiveView:
             # Not closed with the view: processes that outlive it still write to the pipe.
             out = open(os.dup(1), "w", encoding=sys.stdout.encoding, errors="replace")
             self._console = Console(file=out, force_terminal=True, highlight=False, markup=False)
-            self._redirect(stack)
             self._progress = Progress(
                 TextColumn("step"),
                 MofNCompleteColumn(),
@@ -99,16 +105,8 @@ class LiveView:
                 speed_estimate_period=SPEED_SECONDS,
             )
             self._task = self._progress.add_task("", total=self._steps, completed=self._done)
-            self._measure()
-            stack.enter_context(
-                Live(
-                    get_renderable=self.frame,
-                    console=self._console,
-                    refresh_per_second=PER_SECOND,
-                    redirect_stdout=False,
-                    redirect_stderr=False,
-                )
-            )
+            reader = self._redirect(stack)
+            threading.Thread(target=self._draw, args=(reader,), name="terminal", daemon=True).start()
             stack.callback(self._drain)
             self._stack = stack.pop_all()
         return self
@@ -125,12 +123,12 @@ class LiveView:
         self._progress.update(self._task, completed=row["step"] + 1)
 
     def frame(self) -> RenderableType:
-        """The lines as they are now; runs in rich's thread."""
+        """The lines as they are now; runs in the view's thread."""
         self._measure()
         width = self._console.width
         grid = Table.grid(padding=(0, 1))
-        grid.add_column(no_wrap=True, style="dim", min_width=10)
-        grid.add_column(no_wrap=True, overflow="ellipsis")
+        grid.add_column(style="dim", width=10)
+        grid.add_column(width=max(1, width - 11))
         last = self._rows[-1] if self._rows else {}
         for label, curve, numbers in LINES:
             text = "  ".join(
@@ -140,14 +138,14 @@ class LiveView:
                 values = [row.get(curve, math.nan) for row in self._rows]
                 text += f"  {sparkline(values[-max(1, width - 13 - len(text)) :])}"
             if text:
-                grid.add_row(label, Text(text))
+                grid.add_row(label, Text(text, no_wrap=True, overflow="ellipsis"))
         for label, text in (
             ("evaluation", self.evaluation),
             ("now", self.note),
             *(("log", link) for link in self._links),
         ):
             if text:
-                grid.add_row(label, Text(text))
+                grid.add_row(label, Text(text, no_wrap=True, overflow="ellipsis"))
         return Group(Text(self._title, no_wrap=True, overflow="ellipsis"), self._progress, grid)
 
     def _measure(self) -> None:
@@ -155,11 +153,10 @@ class LiveView:
         size = os.get_terminal_size(self._terminal)
         self._console.size = ConsoleDimensions(size.columns or 80, size.lines or 25)
 
-    def _redirect(self, stack: ExitStack) -> None:
+    def _redirect(self, stack: ExitStack) -> int:
+        """Lay a pipe where the terminal is; returns its end to read from."""
         reader, self._pipe = os.pipe()
         stack.callback(os.close, self._pipe)
-        self._mark = secrets.token_hex(16)
-        self._drained = threading.Event()
         for stream, fd in ((sys.stdout, 1), (sys.stderr, 2)):
             if os.isatty(fd):
                 stream.flush()
@@ -168,27 +165,58 @@ class LiveView:
                 stack.callback(os.dup2, saved, fd)
                 stack.callback(stream.flush)
                 os.dup2(self._pipe, fd)
-        threading.Thread(target=self._forward, args=(reader,), name="terminal", daemon=True).start()
+        return reader
 
-    def _forward(self, reader: int) -> None:
-        """Print what comes through the pipe, line by line, until its last writer is gone."""
-        with open(reader, "rb") as lines:
-            for raw in lines:
-                line = raw.decode(errors="replace").rstrip("\r\n")
-                if line.endswith(self._mark):
-                    line = line.removesuffix(self._mark)
-                    self._drained.set()
-                    if not line:
-                        continue
-                # A progress bar of some library overwrites its line: its last state is enough.
-                self._console.print(Text.from_ansi(line.rsplit("\r", 1)[-1]), soft_wrap=True)
+    def _draw(self, reader: int) -> None:
+        """The view's thread, the only one that writes to the terminal meanwhile: draws, and prints what comes through
+        the pipe, until its last writer is gone."""
+        with open(reader, "rb", buffering=0) as pipe:
+            try:
+                with Live(
+                    get_renderable=self.frame,
+                    console=self._console,
+                    auto_refresh=False,
+                    redirect_stdout=False,
+                    redirect_stderr=False,
+                ) as live:
+                    rest = self._forward(pipe, live)
+                self._ended.set()
+                while data := pipe.read(CHUNK):
+                    rest = self._print(rest + data)
+            except OSError:  # the terminal is gone, and whoever writes must not wait for it
+                self._ended.set()
+                while pipe.read(CHUNK):
+                    pass
+
+    def _forward(self, pipe: IO[bytes], live: Live) -> bytes:
+        """Until the mark comes; returns what came after it."""
+        rest, drawn = b"", 0.0
+        while True:
+            wait = max(0.0, drawn + 1 / PER_SECOND - time.monotonic())
+            if select.select([pipe], [], [], wait)[0]:
+                before, mark, after = (rest + pipe.read(CHUNK)).partition(self._mark)
+                rest = self._print(before + b"\n" * (mark != b"" and before[-1:] not in (b"", b"\n")))
+                if mark:
+                    return after
+            if time.monotonic() >= drawn + 1 / PER_SECOND:
+                live.refresh()
+                drawn = time.monotonic()
+
+    def _print(self, data: bytes) -> bytes:
+        """Print the whole lines above the view; returns the rest."""
+        *lines, rest = data.split(b"\n")
+        if lines:
+            # A progress bar of some library overwrites its line: its last state is enough.
+            texts = (line.decode(errors="replace").rstrip("\r").rsplit("\r", 1)[-1] for line in lines)
+            self._console.print(Text("\n").join(map(Text.from_ansi, texts)), soft_wrap=True)
+        return rest
 
     def _drain(self) -> None:
-        """Wait until all that was written so far is on the terminal."""
+        """Wait until all that was written so far is on the terminal, and the view's last state below it."""
         sys.stdout.flush()
         sys.stderr.flush()
-        os.write(self._pipe, f"{self._mark}\n".encode())
-        self._drained.wait(DRAIN_SECONDS)
+        os.write(self._pipe, self._mark)
+        self._ended.wait(DRAIN_SECONDS)
 
 
 def sparkline(values: Sequence[float]) -> str:

@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from actors.config import LogConfig
 from actors.live import LiveView, terminal
@@ -316,12 +317,12 @@ def print_summary(summary: Mapping[str, Any], console: Console | None = None) ->
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    table.add_row(str(summary["status"]), str(summary["reason"]))
+    table.add_row(summary["status"], Text(summary["reason"]))
     for label, text, *names in SHOWN:
         values = [summary[name] for name in names if math.isfinite(summary.get(name, math.nan))]
         if len(values) == len(names) and not (label.startswith(("quarantined", "tracker")) and not any(values)):
             table.add_row(label, " -> ".join(text.format(value) for value in values))
-    (console or Console(highlight=False, markup=False)).print(table)
+    (console or Console(highlight=False)).print(table)
 
 
 def default_folder(recipe: str) -> Path:

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 WAITING = 1000
 """Most records that wait for a slow tracker; more are lost and counted."""
-CLOSE_SECONDS = 60.0
+CLOSE_SECONDS = 30.0
 """Longest wait for a tracker at the end of a run."""
 
 
@@ -160,16 +160,20 @@ class Courier:
         self._thread = threading.Thread(target=self._run, name=f"{name} tracker", daemon=True)
         self._thread.start()
 
-    def send(self, call: Callable[[], None] | None) -> None:
-        """Hand over a call, None to end after those before; never waits."""
+    def send(self, call: Callable[[], None]) -> None:
+        """Hand over a call; never waits."""
         try:
             self._calls.put_nowait(call)
         except queue.Full:
             self._failed(f"{WAITING} records wait for it")
 
-    def join(self, seconds: float) -> None:
-        """Wait for the end that was sent."""
-        self._thread.join(seconds)
+    def close(self, summary: Mapping[str, Any]) -> None:
+        """Finish after the calls before; waits for them, but not for ever."""
+        end = time.monotonic() + CLOSE_SECONDS
+        with contextlib.suppress(queue.Full):  # then the thread is alive below
+            for call in (partial(self.tracker.finish, summary), None):
+                self._calls.put(call, timeout=max(0.0, end - time.monotonic()))
+        self._thread.join(max(0.0, end - time.monotonic()))
         if self._thread.is_alive():
             log.warning("%s did not finish in %.0f s: its last records may be missing", self._name, CLOSE_SECONDS)
 
@@ -183,7 +187,7 @@ class Courier:
     def _failed(self, reason: str) -> None:
         self.errors += 1
         if self.errors == 1:
-            log.warning("%s fails, the run goes on without counting on it: %s", self._name, reason)
+            log.warning("%s fails, the run goes on without: %s", self._name, reason)
 
 
 class Trackers:
@@ -225,11 +229,7 @@ class Trackers:
     ) -> None:
         """Send the rest and end them."""
         for courier in self._couriers:
-            courier.send(partial(courier.tracker.finish, self._summary))
-            courier.send(None)
-        end = time.monotonic() + CLOSE_SECONDS
-        for courier in self._couriers:
-            courier.join(max(0.0, end - time.monotonic()))
+            courier.close(self._summary)
 
     @property
     def links(self) -> list[str]:
