@@ -57,10 +57,10 @@ def samples(taken: Taken, group_number: int, tokenizer: Tokenizer) -> list[dict[
 def _record(rollout: Rollout, tokenizer: Tokenizer) -> dict[str, Any]:
     tokens: list[int] = rollout.tokens.tolist()
     return {
-        "reward": float(rollout.reward),
-        "parts": {name: float(value) for name, value in rollout.parts.items()},
+        "reward": rollout.reward,
+        "parts": rollout.parts,
         "turns": [
-            {"kind": t.kind, "start": t.start, "end": t.end, "finish": t.finish, "reward": float(t.reward)}
+            {"kind": t.kind, "start": t.start, "end": t.end, "finish": t.finish, "reward": t.reward}
             for t in rollout.turns
         ],
         "pieces": pieces(tokens, tokenizer),
