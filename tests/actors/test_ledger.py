@@ -640,7 +640,7 @@ class Live(Run):
         return snapshot
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     config=configs
     | st.builds(
@@ -677,7 +677,7 @@ def test_a_killed_lineage_ends_each_ticket_once(config, seed, save, steps, more,
         assert counts["issued"] == 26 and counts["dropped_end"] == 0
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     p=st.integers(1, 5),
     order=st.sampled_from(["oldest", "fifo", "finish", "freshest"]),
