@@ -13,6 +13,19 @@ os.environ.setdefault("HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE", "10s")
 
 from actors.cli import command_line
 from actors.config import RunConfig
+from actors.environment import Environment, Outcome, SingleTurn, Task
 from actors.launch import launch
+from actors.rewards import Rewards
+from actors.types import Sampling
 
-__all__ = ["RunConfig", "command_line", "launch"]
+__all__ = [
+    "Environment",
+    "Outcome",
+    "Rewards",
+    "RunConfig",
+    "Sampling",
+    "SingleTurn",
+    "Task",
+    "command_line",
+    "launch",
+]

@@ -24,8 +24,12 @@ from actors.settings import restore
 C = TypeVar("C")
 
 
-def command_line(config: type[C], train: Callable[[C], Coroutine[Any, Any, dict[str, Any]]]) -> None:
-    """Parse flags into `config`, run `train` to its end and print its summary.
+def command_line(
+    config: type[C],
+    train: Callable[[C], Coroutine[Any, Any, dict[str, Any]]],
+    show: Callable[[dict[str, Any]], None] = print_summary,
+) -> None:
+    """Parse flags into `config`, run `train` to its end and show what it returns.
 
     With `--resume`, what no flag says is as `config.json` of the output folder has it. Bad settings exit with 1 or 2
     and one line; a failed run with its cause in one line, then the traceback; a run that a signal ended with 128 + its
@@ -53,7 +57,7 @@ def command_line(config: type[C], train: Callable[[C], Coroutine[Any, Any, dict[
             sys.exit(128 + first.signal)
         print(f"{program}: {cause(error)}", file=sys.stderr)
         raise
-    print_summary(summary)
+    show(summary)
     if summary.get("status") == "stopped":
         sys.exit(128 + signal.Signals[summary["reason"].split()[0]])
 

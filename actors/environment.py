@@ -89,6 +89,15 @@ class Task(Protocol):
 
 
 @runtime_checkable
+class Checked(Protocol):
+    """What a task has besides, if it can tell before anything starts that it will not work."""
+
+    def check(self, model: str) -> None:
+        """Raise ValueError or OSError with one line if rows or rewards cannot work with the model of this folder."""
+        ...
+
+
+@runtime_checkable
 class HeldOut(Protocol):
     """What a task has besides, if it keeps rows from training for evaluation."""
 

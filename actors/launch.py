@@ -16,7 +16,7 @@ from monarch.spmd import setup_torch_elastic_env_async
 from actors.buffer import ReplayBuffer, Restored
 from actors.checkpoint import BUFFER, MODEL, TRAINER, Checkpoints
 from actors.config import NativeEngine, RunConfig, Sampling
-from actors.environment import HeldOut, Task
+from actors.environment import Checked, HeldOut, Task
 from actors.generator import Generator
 from actors.ledger import admission
 from actors.mesh import Meshes, cause
@@ -83,6 +83,9 @@ def check(config: RunConfig, task: Task) -> tuple[Placement, int]:
         ValueError, OSError: settings contradict each other, do not fit the machine, or name files that are not there.
     """
     files = check_model(config.model, config.sampling)
+    if isinstance(task, Checked):
+        assert config.model is not None
+        task.check(config.model)
     if task.rows is not None and task.rows < 1:
         raise ValueError(f"the task has {task.rows} rows to train on: give it at least one")
     if config.eval.every and held_out(task) < 1:

@@ -9,18 +9,21 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from actors import RunConfig, command_line, launch
+from actors import RunConfig, Sampling, command_line, launch
 from losses import DIS, PolicyGradient, PPOClip, group_mean, group_norm
 from recipes.tasks.addition import Addition
+from recipes.tasks.dataset import Dataset
 from recipes.tasks.modmix import Modmix
 from recipes.tasks.scratchpad import Scratchpad
+
+Tasks = Addition | Modmix | Dataset
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(RunConfig):
     """Train a language model by asynchronous reinforcement learning."""
 
-    task: Addition | Modmix = field(default_factory=Addition)
+    task: Tasks = field(default_factory=Addition)
     """What to learn."""
     loss: DIS | PPOClip | PolicyGradient = field(default_factory=DIS)
     """Objective."""
@@ -31,17 +34,18 @@ class Config(RunConfig):
 ADVANTAGES = {"group_norm": group_norm, "group_mean": group_mean}
 
 
-def with_defaults(config: Config) -> Config:
-    """The tiny tasks bring a checkpoint and know how long an answer may be."""
-    if not isinstance(config.task, Scratchpad):
-        return config
-    sampling = replace(config.sampling, max_tokens=config.sampling.max_tokens or config.task.max_tokens)
-    return replace(config, model=config.model or str(config.task.checkpoint), sampling=sampling)
+def of_task(task: Tasks, model: str | None, sampling: Sampling) -> tuple[str | None, Sampling]:
+    """Model and sampling where no flag says them: the tiny tasks bring a checkpoint and know how long an answer may
+    be."""
+    if not isinstance(task, Scratchpad):
+        return model, sampling
+    return model or str(task.checkpoint), replace(sampling, max_tokens=sampling.max_tokens or task.max_tokens)
 
 
 async def train(config: Config) -> dict[str, Any]:
     """Start every role, run all steps, leave the output folder; returns the summary."""
-    config = with_defaults(config)
+    model, sampling = of_task(config.task, config.model, config.sampling)
+    config = replace(config, model=model, sampling=sampling)
     advantage = ADVANTAGES[config.advantage]
     async with launch(config, task=config.task, loss=config.loss, advantage=advantage) as run:
         async for batch in run.batches():
