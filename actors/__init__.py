@@ -16,6 +16,7 @@ from actors.config import RunConfig
 from actors.environment import Environment, Outcome, SingleTurn, Task
 from actors.launch import launch
 from actors.rewards import Rewards
+from actors.scorer import batched
 from actors.types import Sampling
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "Sampling",
     "SingleTurn",
     "Task",
+    "batched",
     "command_line",
     "launch",
 ]
