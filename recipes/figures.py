@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import pairwise
@@ -60,12 +60,19 @@ CHARTS = (
     Chart("Entropy", "nats", ("policy/entropy",), "of the next token"),
     Chart("Loss", "", ("policy/loss",), "per token of the denominator"),
 )
-EVALUATION = Chart("Evaluation", "", ("eval/*",), "on held-out rows")
+EVALUATIONS = (
+    Chart("Evaluation", "", ("eval/reward", "eval/*"), "held-out rows: reward, its parts, pass@k"),
+    Chart("Evaluated length", "tokens", ("eval/length",), "what the model drew for held-out rows"),
+    Chart("Evaluated shares", "share", ("eval/truncated",), "completions cut"),
+    Chart("Failed in evaluation", "rollouts", ("eval/failed",), "got no reward"),
+)
+UNDRAWN = ("eval/rows", "eval/reward_error")
+"""What no `*` takes: a constant, and the spread of another metric."""
 
 
-def curves(rows: list[Row], charts: Iterable[Chart], axis: str) -> list[Row]:
+def curves(rows: list[Row], charts: Sequence[Chart], axis: str) -> list[Row]:
     """The charts that have a value to show; a point for each row, null where the row has no finite value."""
-    named = {name for chart in charts for name in chart.metrics}
+    named = {*UNDRAWN, *(name for chart in charts for name in chart.metrics)}
     present = sorted({name for row in rows for name, value in row.items() if finite(value) is not None})
     drawn = []
     for chart in charts:

@@ -38,7 +38,7 @@ from actors.metrics import SHOWN
 from actors.settings import plain
 from actors.timeline import Span, chrome_trace
 from losses import DIS, PolicyGradient, PPOClip
-from recipes.figures import CHARTS, EVALUATION, by, curves, samples, spans_of, timeline, with_throughput
+from recipes.figures import CHARTS, EVALUATIONS, by, curves, samples, spans_of, timeline, with_throughput
 from recipes.folder import Row, RunFiles, finite, visible
 
 ASSETS = Path(__file__).parent / "assets" / "report"
@@ -136,7 +136,7 @@ def collect(files: RunFiles, spans: list[Span]) -> Row:
     config = files.object("config.json") or {}
     data = {
         "overview": overview(files, rows, config),
-        "charts": curves(rows, CHARTS, "step") + curves(evals, [EVALUATION], "version"),
+        "charts": curves(rows, CHARTS, "step") + curves(evals, EVALUATIONS, "version"),
         "timeline": timeline(spans),
         "rollouts": samples(files),
     }

@@ -137,7 +137,7 @@ def make_run(folder: Path, *, steps: int = 40, seed: int = 0) -> Path:
     rollouts[0]["parts"] = {EVIL: 1.0}
     lines(folder / "rollouts.jsonl", rollouts)
     evals = [
-        {"version": v, "eval/reward": 0.3 + 0.6 * v / steps, "eval/pass@1": 0.2 + 0.7 * v / steps}
+        {"version": v, "eval/reward": 0.3 + 0.6 * v / steps, "eval/pass@1": 0.2 + 0.7 * v / steps, "eval/rows": 64.0}
         for v in range(0, steps + 1, 10)
     ]
     lines(folder / "evals.jsonl", evals)
