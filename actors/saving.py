@@ -119,7 +119,8 @@ def _sizes(reader: HuggingFaceStorageReader) -> dict[str, tuple[int, ...]]:
         assert isinstance(stored, TensorStorageMetadata)
         held = sum(math.prod(chunk.sizes) for chunk in stored.chunks)
         if held != math.prod(stored.size):
-            raise ValueError(f"{reader.path}: {name} has {held} of {math.prod(stored.size)} elements: a rank's file is missing")
+            elements = f"{held} of {math.prod(stored.size)} elements"
+            raise ValueError(f"{reader.path} has {elements} of {name}: a rank's file is missing or there twice")
         sizes[name] = tuple(stored.size)
     return sizes
 

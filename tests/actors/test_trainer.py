@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
 import subprocess
 import sys
+import threading
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +18,14 @@ import pytest
 import torch
 from monarch.actor import this_host
 from monarch.spmd import setup_torch_elastic_env_async
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
 
 from actors.batching import plan
 from actors.config import SyncConfig, TrainerConfig
+from actors.saving import CheckpointWriter, Saver, load
 from actors.trainer import Trainer
+from actors.training import Training
 from actors.types import Probe, Rollout, StepReport, Taken
 from actors.weights import Part, WeightIndex, layout
 from losses import DIS, PPOClip, group_mean
@@ -64,7 +69,6 @@ STEPS = 3
 def train(folder: str, case: str, ranks: int, rank: int, mesh: Any) -> None:
     """Three steps with a probe of version 0 in each; leaves reports, saved weights and index parts in the folder."""
     from actors.backends.hf import HfModel
-    from actors.training import Training
 
     _, objective, settings = CASES[case]
     config = TrainerConfig(**{"ranks": ranks, "lr": 1e-3, "warmup_steps": 1, **settings})
@@ -81,12 +85,75 @@ def train(folder: str, case: str, ranks: int, rank: int, mesh: Any) -> None:
     training.backend.save(f"{folder}/{case}-{ranks}")
 
 
+def training_of(folder: str, ranks: int, rank: int, mesh: Any, version: int = 0) -> tuple[Training, Taken]:
+    """For checkpoints: the case with two updates a step."""
+    from actors.backends.hf import HfModel
+
+    config = TrainerConfig(ranks=ranks, lr=1e-3, warmup_steps=1, updates_per_step=2)
+    backend = HfModel(f"{folder}/model", config.dtype, torch.device("cpu"), mesh)
+    with open(f"{folder}/old pass.taken", "rb") as file:
+        taken: Taken = torch.load(file, weights_only=False)  # our own file, written by the parent
+    kept = Kept(backend)
+    return Training(config, backend, PPOClip(), group_mean, kept, total_steps=10, version=version, rank=rank), taken
+
+
+def whole(training: Training) -> dict[str, torch.Tensor]:
+    """All of the state but the random one, gathered from all ranks."""
+    return {
+        name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+        for name, tensor in training.state().items()
+        if not name.startswith("rng/")
+    }
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    assert one.keys() == other.keys()
+    return all(tensor.equal(other[name]) for name, tensor in one.items())
+
+
+def save_and_resume(folder: str, rank: int, mesh: Any) -> None:
+    """Two ranks: a checkpoint written while training goes on, resumed to the same bits; and one of a single rank."""
+    group = torch.distributed.new_group(backend="gloo")
+    training, taken = training_of(folder, 2, rank, mesh)
+    for step in range(2):
+        training.step(replace(taken, step=step))
+    saver = Saver(folder, training, group)
+    saver.copy()
+    second = whole(training)
+    writing = threading.Thread(target=saver.write, args=(Path(f"{folder}/two"),))
+    writing.start()
+    for step in range(2, 4):
+        training.step(replace(taken, step=step))
+    writing.join()
+    fourth = whole(training)
+    torch.distributed.barrier(group)
+
+    again, _ = training_of(folder, 2, rank, mesh, version=2)
+    state = again.state()
+    load(state, Path(f"{folder}/two/trainer"), group)
+    again.load_state(state)
+    assert same(whole(again), second) and not same(second, fourth)
+    for step in range(2, 4):
+        again.step(replace(taken, step=step))
+    assert same(whole(again), fourth)
+
+    from_one, _ = training_of(folder, 2, rank, mesh, version=1)
+    state = from_one.state()
+    load(state, Path(f"{folder}/one/trainer"), group)
+    from_one.load_state(state)
+    found = whole(from_one)
+    if rank == 0:
+        assert same(found, load_file(f"{folder}/one.state"))
+        save_file({name: tensor.contiguous() for name, tensor in second.items()}, f"{folder}/two.state")
+
+
 def rank_main(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
     for case in CASES:
         train(folder, case, 2, rank, mesh)
+    save_and_resume(folder, rank, mesh)
     torch.distributed.destroy_process_group()
 
 
@@ -97,9 +164,15 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for case, (groups, _, _) in CASES.items():
         (folder / f"{case} payloads").mkdir()
         torch.save(store(groups, str(folder / f"{case} payloads")), folder / f"{case}.taken")
-    torch.multiprocessing.spawn(rank_main, (str(folder),), nprocs=2)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    training, taken = training_of(str(folder), 1, 0, None)
+    training.step(taken)
+    saver = Saver(str(folder), training, None)
+    saver.copy()
+    saver.write(folder / "one")
+    save_file(whole(training), folder / "one.state")
+    torch.multiprocessing.spawn(rank_main, (str(folder),), nprocs=2)
     for case in CASES:
         train(str(folder), case, 1, 0, None)
     torch.set_num_threads(threads)
@@ -170,9 +243,35 @@ def test_shards_of_both_ranks_tile_every_tensor(trained: Path) -> None:
     assert index.by_name().keys() == load_file(trained / "model" / "model.safetensors").keys()
 
 
+def test_one_rank_reads_what_two_wrote_and_so_does_transformers(trained: Path) -> None:
+    """The ranks themselves have compared what they resumed from with what they went on to."""
+    training, _ = training_of(str(trained), 1, 0, None, version=2)
+    state = training.state()
+    load(state, trained / "two" / "trainer", None)
+    training.load_state(state)
+    want = load_file(trained / "two.state")
+    assert same(whole(training), want)
+    exported = load_file(trained / "two" / "model" / "model.safetensors")
+    assert same(exported, {n.removeprefix("weight/"): t for n, t in want.items() if n.startswith("weight/")})
+
+
+def test_a_missing_file_of_a_rank_is_no_hole(trained: Path, tmp_path: Path) -> None:
+    files = sorted((trained / "two" / "trainer").iterdir())
+    assert len(files) == 2
+    for file in files:
+        os.link(file, tmp_path / file.name)
+    for file in files:
+        os.unlink(tmp_path / file.name)
+        with pytest.raises(ValueError, match=r"a rank's file is missing|Size mismatch|Missing key"):
+            load(training_of(str(trained), 1, 0, None, version=2)[0].state(), tmp_path, None)
+        os.link(file, tmp_path / file.name)
+
+
 def test_the_actor_is_spawned_without_torch() -> None:
-    """A controller that only spawns trainers imports neither torch nor transformers."""
-    code = "import sys, actors.trainer; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    """A controller that only spawns trainers and their writers imports neither torch nor transformers."""
+    code = (
+        "import sys, actors.saving, actors.trainer; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -191,9 +290,26 @@ def test_the_actor_trains_in_two_processes(trained: Path, tmp_path: Path, monkey
             trainer = procs.spawn("trainer", Trainer, config, SyncConfig(), str(tmp_path))
             await trainer.setup.call(str(trained / "model"), objective, group_mean, 10)
             probe = Probe(version=0, handle=taken.groups[0].handle)
+            writer = procs.spawn("writer", CheckpointWriter, str(tmp_path))
             steps = [await trainer.step.call(replace(taken, step=step), probe) for step in range(2)]
+            await trainer.checkpoint.call()
+            (tmp_path / "step").mkdir()
+            writing = writer.write.call(str(tmp_path / "step"))
+            third = await trainer.step.call(replace(taken, step=2))
+            await writing
             await trainer.save.call(str(tmp_path / "saved"))
+            # A second trainer in the same processes; its staging slots lie elsewhere.
             await trainer.close.call()
+            (tmp_path / "again").mkdir()
+            again = procs.spawn("again", Trainer, config, SyncConfig(), str(tmp_path / "again"))
+            folder = str(tmp_path / "step" / "trainer")
+            await again.setup.call(str(trained / "model"), objective, group_mean, 10, 2, folder)
+            resumed = await again.step.call(replace(taken, step=2))
+            assert [r.metrics["policy/loss"] for r in resumed.values()] == [
+                r.metrics["policy/loss"] for r in third.values()
+            ]
+            await again.save.call(str(tmp_path / "saved again"))
+            await again.close.call()
             return [list(reports.values()) for reports in steps]
         finally:
             await procs.stop()
@@ -207,3 +323,6 @@ def test_the_actor_trains_in_two_processes(trained: Path, tmp_path: Path, monkey
     start = load_file(trained / "model" / "model.safetensors")
     saved = load_file(tmp_path / "saved" / "model.safetensors")
     assert saved.keys() == start.keys() and all((saved[n] - start[n]).abs().max() > 1e-4 for n in start)
+    assert same(load_file(tmp_path / "saved again" / "model.safetensors"), saved)
+    exported = load_file(tmp_path / "step" / "model" / "model.safetensors")
+    assert exported.keys() == saved.keys() and not same(exported, saved)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
+import os
+import resource
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, Gemm
 
 from actors.backends.hf import HfModel
 from actors.config import TrainerConfig
+from actors.saving import Saver, load
 from actors.training import Training, learning_rate
 from actors.types import Probe, Rollout, Taken
 from losses import DIS, LossInputs, PolicyGradient, PPOClip, Terms, group_mean, group_norm
@@ -40,10 +43,12 @@ def one_thread() -> Any:
     torch.set_num_threads(before)
 
 
-def trainer(model: str, objective: Objective = WIDE, advantage: Any = group_mean, **settings: Any) -> Training:
+def trainer(
+    model: str, objective: Objective = WIDE, advantage: Any = group_mean, version: int = 0, **settings: Any
+) -> Training:
     backend = HfModel(model, "float32", CPU)
     config = TrainerConfig(**{"warmup_steps": 1, "lr": 1e-3, **settings})
-    return Training(config, backend, objective, advantage, Kept(backend), total_steps=10)
+    return Training(config, backend, objective, advantage, Kept(backend), total_steps=10, version=version)
 
 
 def random_groups(seed: int = 0, version: int = 0, temperature: float = 1.0) -> list[list[Rollout]]:
@@ -372,6 +377,131 @@ def test_saved_folder_loads_with_identical_logits(family: Any, tmp_path: Path) -
     text = "12+34="
     tokenizers = [AutoTokenizer.from_pretrained(folder) for folder in (source, tmp_path / "saved")]
     assert tokenizers[0](text)["input_ids"] == tokenizers[1](text)["input_ids"]
+
+
+# Checkpoints
+
+
+def everything(training: Training) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in training.state().items()}
+
+
+def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert tensor.dtype == other[name].dtype and tensor.equal(other[name]), name
+
+
+def resumed(model: str, folder: Path, version: int, **settings: Any) -> Training:
+    training = trainer(model, PPOClip(), group_norm, version=version, **settings)
+    state = training.state()
+    load(state, folder / "trainer", None)
+    training.load_state(state)
+    return training
+
+
+def test_a_resumed_run_ends_with_the_same_bits(model: str, tmp_path: Path) -> None:
+    """Six steps against three, a new process's worth of objects, and three more; the copy is of step 3 though more
+    steps follow before it is written."""
+    settings: dict[str, Any] = {"updates_per_step": 2, "weight_decay": 0.01, "microbatch_tokens": 60}
+    taken = store(random_groups(), str(tmp_path))
+    training = trainer(model, PPOClip(), group_norm, **settings)
+    saver = Saver("same bits", training, None)
+    for step in range(6):
+        if step == 3:
+            saver.copy()
+            torch.manual_seed(8)
+            third = everything(training)
+        training.step(replace(taken, step=step))
+    saver.write(tmp_path)
+    again = resumed(model, tmp_path, 3, **settings)
+    state = everything(again)
+    assert float(state["step/model.norm.weight"]) == 6 and state["exp_avg/model.norm.weight"].abs().max() > 0
+    assert not state["rng/0"].equal(third.pop("rng/0")), "the generator was seeded after the copy"
+    assert_equal({n: t for n, t in state.items() if n != "rng/0"}, third)
+    assert isinstance(again.staging, Kept)
+    for shard, staged in zip(again.backend.shards(), again.staging.versions[3], strict=True):
+        assert shard.tensor.equal(staged), shard.name
+    reports = [again.step(replace(taken, step=step)) for step in range(3, 6)]
+    torch.set_rng_state(training.state()["rng/0"])
+    assert_equal(everything(again), everything(training))
+    assert reports[-1].metrics["policy/lr"] == pytest.approx(
+        sum(learning_rate(again.config, update, 20) for update in (10, 11)) / 2
+    )
+
+
+def test_the_random_state_is_that_of_the_copy(model: str, tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    saver = Saver("random", trainer(model), None)
+    saver.copy()
+    want = torch.rand(4)
+    saver.write(tmp_path)
+    resumed(model, tmp_path, 0)
+    assert torch.rand(4).equal(want)
+
+
+def test_a_checkpoint_before_the_first_update_changes_nothing(model: str, tmp_path: Path) -> None:
+    taken = store(random_groups(), str(tmp_path))
+    plain, copied = trainer(model, PPOClip(), group_norm), trainer(model, PPOClip(), group_norm)
+    saver = Saver("first", copied, None)
+    saver.copy()
+    saver.write(tmp_path)
+    ends = [plain, copied, resumed(model, tmp_path, 0)]
+    for training in ends:
+        training.step(taken)
+    for training in ends[1:]:
+        assert_equal(everything(training), everything(plain))
+
+
+def test_the_exported_folder_is_the_one_that_save_writes(tmp_path: Path) -> None:
+    """Of a model with tied weights; the checkpoint's folder is read by name, not by number of ranks."""
+    source = save_tiny(tmp_path / "source", "qwen3_tied")
+    training = trainer(source)
+    (tmp_path / "run").mkdir()
+    training.step(store(random_groups(), str(tmp_path / "run")))
+    training.backend.save(str(tmp_path / "saved"))
+    saver = Saver("export", training, None)
+    saver.copy()
+    saver.write(tmp_path / "checkpoint")
+    one, two = tmp_path / "saved", tmp_path / "checkpoint" / "model"
+    assert {f.name for f in one.iterdir()} == {f.name for f in two.iterdir()} >= {"tokenizer.json", "config.json"}
+    for file in one.iterdir():
+        assert file.read_bytes() == (two / file.name).read_bytes(), file.name
+    suffixes = {file.suffix for file in (tmp_path / "checkpoint" / "trainer").iterdir()}
+    assert suffixes == {".safetensors"}, "no pickle may lie there"
+
+
+def test_what_is_no_whole_checkpoint_of_the_version_is_refused(model: str, tmp_path: Path) -> None:
+    saver = Saver("damage", trainer(model), None)
+    saver.copy()
+    saver.write(tmp_path)
+    with pytest.raises(RuntimeError, match="copied nothing since"):
+        saver.write(tmp_path / "again")
+    with pytest.raises(ValueError, match="of version 0, not 2"):
+        resumed(model, tmp_path, 2)
+    with pytest.raises(FileNotFoundError, match="no trainer state in"):
+        resumed(model, tmp_path / "nowhere", 0)
+    other = save_tiny(tmp_path / "other", "qwen3", layers=3)
+    with pytest.raises(ValueError, match=r"trainer: rank 0: .*Missing key .*layers.2") as caught:
+        resumed(other, tmp_path, 0)
+    assert "\n" not in str(caught.value)
+    (file,) = (tmp_path / "trainer").iterdir()
+    os.truncate(file, file.stat().st_size // 2)
+    with pytest.raises(ValueError, match=f"cannot load the trainer's state from {tmp_path}/trainer"):
+        resumed(model, tmp_path, 0)
+
+
+def test_a_full_disk_is_one_line(model: str, tmp_path: Path) -> None:
+    saver = Saver("full", trainer(model), None)
+    saver.copy()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with pytest.raises(OSError, match=f"cannot write {tmp_path}: rank 0: .*File too large") as caught:
+            saver.write(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "\n" not in str(caught.value)
 
 
 def test_shards_alias_the_live_weights_under_their_names(tmp_path: Path) -> None:
