@@ -141,6 +141,8 @@ def test_the_timeline_answers_to_pointer_and_wheel(browser, run, monkeypatch, tm
     moved = shown_range(browser)
     assert moved[1] - moved[0] == pytest.approx(near[1] - near[0])
     assert moved[0] - near[0] == pytest.approx((near[1] - near[0]) / 20, rel=0.05)
+    ActionChains(browser, duration=0).move_by_offset(-50, 0).perform()
+    assert shown_range(browser) == moved  # let go
     browser.find_element(By.CSS_SELECTOR, "#timeline [aria-label='The whole run']").click()
     assert shown_range(browser) == whole
 
