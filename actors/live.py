@@ -128,7 +128,7 @@ class LiveView:
         width = self._console.width
         grid = Table.grid(padding=(0, 1))
         grid.add_column(style="dim", width=10)
-        grid.add_column(width=max(1, width - 11))
+        grid.add_column()
         last = self._rows[-1] if self._rows else {}
         for label, curve, numbers in LINES:
             text = "  ".join(

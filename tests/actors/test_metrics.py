@@ -257,6 +257,7 @@ from pathlib import Path
 from actors.config import RunConfig
 from actors.metrics import RunLog
 log = RunLog(Path(sys.argv[1]), RunConfig(), 9, quiet=True)
+log.finish(1.0, {{}})
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, {resource.RLIM_INFINITY}))
 for call in (lambda: log.rollouts([{{"pieces": ["x" * 200]}}]), lambda: log.fail("why")):
@@ -279,7 +280,8 @@ def test_a_full_disk_is_one_line_that_names_the_file(tmp_path):
     ]
     assert (tmp_path / "rollouts.jsonl").stat().st_size == 100
     assert lines(tmp_path / "rollouts.jsonl") == []
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "metrics.jsonl", "rollouts.jsonl"]
+    assert {p.name for p in tmp_path.iterdir()} == {"config.json", "metrics.jsonl", "rollouts.jsonl", "summary.json"}
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "done"  # the one before, whole
 
 
 def test_the_printed_summary(capsys):
