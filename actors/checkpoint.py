@@ -122,6 +122,12 @@ class Checkpoints:
         told = _read(path, "remove it to choose the best anew")
         return Best(int(told["step"]), float(told["value"]))
 
+    def rewind(self, step: int) -> None:
+        """Go on from the checkpoint of `step`: what a run that ended judged best after it may never come again."""
+        best = self.best()
+        if best is not None and best.step > step:
+            (self.folder / BEST).unlink()
+
     def sweep(self) -> None:
         """Remove hidden folders: no run may be writing here."""
         for path in self.folder.glob(f"{HIDDEN}*"):

@@ -77,6 +77,18 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     assert checkpoints.newest() == tmp_path / "step-1000000"
 
 
+def test_a_best_that_never_came_is_forgotten_on_a_resume(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.rewind(0)
+    save(checkpoints, 5)
+    checkpoints.mark_best(5, 0.5)
+    checkpoints.rewind(5)
+    assert checkpoints.best() == Best(5, 0.5)
+    checkpoints.mark_best(6, 0.75)
+    checkpoints.rewind(5)
+    assert checkpoints.best() is None
+
+
 def test_folders_that_are_no_checkpoints_are_left_alone(tmp_path: Path) -> None:
     for name in ("step-000099", "step-abc", "model"):
         (tmp_path / name).mkdir()
