@@ -160,6 +160,8 @@ def test_tokens_tell_their_logprob_and_version(browser, run, monkeypatch, tmp_pa
     tip = browser.find_element(By.ID, "tip").text
     assert f"token {last['tokens'][7]} at 7" in tip
     assert f"logprob {round(last['logprobs'][7], 3)}" in tip and f"version {last['versions'][7]}" in tip
+    legend = browser.find_elements(By.CSS_SELECTOR, "#rollout .legend > span")
+    assert [entry.text for entry in legend] == ["version 38", "version 39", "probability below 0.1"]
     marked = browser.find_elements(By.CSS_SELECTOR, "#rollout .unlikely[data-t]")
     unlikely = {int(token.get_attribute("data-t")) for token in marked}
     assert unlikely == {t for t, value in enumerate(last["logprobs"]) if value < -2.302585}
