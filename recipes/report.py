@@ -34,7 +34,7 @@ from actors.config import (
     SyncConfig,
     TrainerConfig,
 )
-from actors.metrics import SHOWN
+from actors.metrics import SHOWN, write_whole
 from actors.settings import plain
 from actors.timeline import Span, chrome_trace
 from losses import DIS, PolicyGradient, PPOClip
@@ -170,10 +170,10 @@ def main() -> None:
         files = RunFiles(options.folder)
         spans = spans_of(files)
         out = options.out or options.folder / "report.html"
-        out.write_text(page(collect(files, spans)))
+        write_whole(out, page(collect(files, spans)))
         print(f"wrote {out}")
         if options.trace:
-            options.trace.write_text(json.dumps(chrome_trace(spans)))
+            write_whole(options.trace, json.dumps(chrome_trace(spans)))
             print(f"wrote {options.trace}")
     except (ValueError, OSError) as error:
         sys.exit(f"report: {error}")

@@ -208,6 +208,13 @@ def test_not_an_output_folder_is_one_line(monkeypatch, tmp_path):
         assert ended.value.code == f"report: {folder} is not an output folder: give one that a run wrote"
 
 
+def test_a_page_that_cannot_be_written_is_one_line(run, monkeypatch, tmp_path):
+    out = tmp_path / "missing" / "page.html"
+    with pytest.raises(SystemExit) as ended:
+        write(monkeypatch, run, "--out", out)
+    assert ended.value.code == f"report: cannot write {out}: No such file or directory"
+
+
 def test_the_trace_holds_every_span(run, monkeypatch, tmp_path):
     write(monkeypatch, run, "--out", tmp_path / "page.html", "--trace", tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
