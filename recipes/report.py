@@ -170,10 +170,10 @@ def main() -> None:
         files = RunFiles(options.folder)
         spans = spans_of(files)
         out = options.out or options.folder / "report.html"
-        write_whole(out, page(collect(files, spans)))
+        write_whole(out, page(collect(files, spans)).encode())
         print(f"wrote {out}")
         if options.trace:
-            write_whole(options.trace, json.dumps(chrome_trace(spans)))
+            write_whole(options.trace, json.dumps(chrome_trace(spans)).encode())
             print(f"wrote {options.trace}")
     except (ValueError, OSError) as error:
         sys.exit(f"report: {error}")
