@@ -50,6 +50,7 @@ LEFT = (
     "evals.jsonl",
     "summary.json",
     "trackers.json",
+    "report.html",
     "model",
     "checkpoints",
     "wandb",

@@ -108,7 +108,7 @@ class Run:
         self._sampling: dict[int, asyncio.Task[list[dict[str, Any]]]] = {}
         self._evaluating: asyncio.Task[None] | None = None
         self._saving: asyncio.Task[None] | None = None
-        self._spans = Spans("trainer")
+        self._spans, self._evaluations = Spans("trainer"), Spans("evaluator")
         self._stats: list[Stats] = []
         self._wait = 0.0
         """Seconds that the trainer waited for the present batch."""
@@ -244,14 +244,15 @@ class Run:
     async def _evaluate(self, version: int) -> None:
         """Play held-out rows at one version, which the evaluator keeps until the next evaluation."""
         settings = self.config.eval
-        judged = await evaluate(
-            self._roles.workers,
-            [self._roles.evaluator],
-            rows=min(settings.rows, self._held_out),
-            version=version,
-            samples=settings.samples,
-            sampling=replace(self.config.sampling, temperature=settings.temperature),
-        )
+        with self._evaluations("evaluate", version):
+            judged = await evaluate(
+                self._roles.workers,
+                [self._roles.evaluator],
+                rows=min(settings.rows, self._held_out),
+                version=version,
+                samples=settings.samples,
+                sampling=replace(self.config.sampling, temperature=settings.temperature),
+            )
         found = figures(judged, settings.samples)
         self.log.evaluation(version, found)
         best = self._checkpoints.best()
@@ -299,7 +300,7 @@ class Run:
         out: list[Sequence[Span]] = [self._spans.take(), self._roles.sync.spans.take()]
         out += [stats.spans for stats in self._stats]
         if evaluator is not None:
-            out.append((await wait(evaluator.stats.call_one())).spans)
+            out += [self._evaluations.take(), (await wait(evaluator.stats.call_one())).spans]
         return out + list((await wait(workers.spans.call())).values())
 
     async def finish(self) -> None:
