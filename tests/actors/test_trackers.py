@@ -64,8 +64,11 @@ def value(items: list, key: str) -> object:
 
 
 def test_wandb_offline_holds_the_run_and_its_resumption(tmp_path, monkeypatch):
+    import wandb
+
     monkeypatch.setenv("WANDB_MODE", "offline")
     links, _ = legs(tmp_path / "run", "wandb")
+    wandb.teardown()  # as at the end of a process: waits until the files are written
     first, second = sorted((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
     records, resumed = wandb_records(first), wandb_records(second)
     assert links == [f"wandb sync {first.parent}"]
