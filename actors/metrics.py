@@ -209,8 +209,9 @@ class RunLog:
 
     def rollouts(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Record sample rollouts, from `actors.samples`. Raises OSError as `step` does."""
-        self._append("rollouts.jsonl", records)
-        self._trackers.rollouts(records)
+        if records:
+            self._append("rollouts.jsonl", records)
+            self._trackers.rollouts(records)
 
     def spans(self, spans: Iterable[Span]) -> None:
         """Record who worked when. Raises OSError as `step` does."""
@@ -281,8 +282,6 @@ class RunLog:
         return self.finish(self.total("time/step") - self._earlier_loop, {}, status=status, reason=reason)
 
     def _append(self, name: str, records: Sequence[Mapping[str, Any]]) -> None:
-        if not records:
-            return
         path, text = self.folder / name, memoryview("".join(map(_line, records)).encode())
         try:
             with path.open("ab", buffering=0) as file:

@@ -33,6 +33,7 @@ def legs(folder: Path, to: str) -> tuple[list[str], list[str]]:
             for step in steps:
                 log.step({"step": step, "reward/mean": step / 8, "policy/loss": float("nan")})
             log.rollouts([record(step, "best"), record(step, "worst")])
+            log.rollouts([])
             log.evaluation(steps[0] + 1, {"eval/reward": 0.75})
             log.finish(1.0, {"trained": 3})
         assert log._trackers.errors == 0
