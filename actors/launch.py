@@ -137,8 +137,8 @@ async def launch(config: RunConfig, *, task: Task, loss: Objective, advantage: A
             resume_step=None if origin is None else origin.version,
             overwrite=config.overwrite,
         )
-        stack.enter_context(noted(log, stop))
         stack.enter_context(log)
+        stack.enter_context(noted(log, stop))
         log.note("starting")
         meshes = await stack.enter_async_context(Meshes())
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
