@@ -313,7 +313,7 @@ class Ledger:
             raise RuntimeError(
                 f"the environment failed in {self._since.quarantined} rollouts on the way to step {self._next_step}, "
                 f"of {self._rollouts} that a step has: more than --rollout.quarantine {self._tolerated:g} allows; the "
-                f"first:\n{self._since.failure}"
+                f"first: {self._since.failure}"
             )
 
     # Take

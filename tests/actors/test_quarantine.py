@@ -30,8 +30,7 @@ def test_failures_are_counted_from_take_to_take_and_end_the_run_beyond_the_limit
         book.failed(leases[3].ticket, 0, "another", quarantined=10)
     assert str(error.value).splitlines() == [
         "the environment failed in 12 rollouts on the way to step 1, of 20 that a step has: more than "
-        "--rollout.quarantine 0.1 allows; the first:",
-        "line one",
+        "--rollout.quarantine 0.1 allows; the first: line one",
         "line two",
     ]
     assert book.counts()["quarantined"] == 14

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
 import re
 import shutil
+import traceback
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -14,12 +17,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from actors import payload
-from actors.config import BufferConfig, NativeEngine
+from actors.config import BufferConfig, RolloutConfig
 from actors.environment import Outcome
 from actors.tokenizer import Tokenizer
+from actors.types import Finish
 from recipes.agent_async import Config, train
 from recipes.make_tiny import accuracy, calculator_demo, labelled, make_tokenizer
-from recipes.tasks.calculator import Calculator
+from recipes.tasks.calculator import Calculator, CalculatorEpisode
 from tests.actors.test_rollout import Buffer, Replica, done, leases, run, worker
 
 ROW = {"prompt": "34*58=", "answer": "1972"}
@@ -147,11 +151,31 @@ def test_the_checkpoint_mostly_guesses_but_can_call():
     assert sum(f.stat().st_size for f in Calculator.checkpoint.iterdir()) < 430_000
 
 
+ACTIONS = itertools.count()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Brittle(Calculator):
+    """A calculator that breaks at every 25th action of its process."""
+
+    def environment(self) -> CalculatorEpisode:
+        return BrittleEpisode(self)
+
+
+class BrittleEpisode(CalculatorEpisode):
+    async def step(self, action: str, finish: Finish) -> Outcome:
+        if next(ACTIONS) % 25 == 24:
+            raise ZeroDivisionError(action)
+        return await super().step(action, finish)
+
+
 @pytest.mark.slow
-def test_a_run_learns_to_call(tmp_path):
+def test_a_run_learns_to_call_and_leaves_out_what_breaks(tmp_path):
     config = Config(
+        task=Brittle(),
         steps=16,
         output_dir=tmp_path / "run",
+        rollout=RolloutConfig(quarantine=0.3),
         buffer=BufferConfig(groups_per_step=12, max_staleness=1),
     )
     summary = asyncio.run(train(config))
@@ -159,7 +183,26 @@ def test_a_run_learns_to_call(tmp_path):
     first, last = (np.mean([[r["reward/mean"], r["reward/calls"]] for r in part], 0) for part in (rows[:3], rows[-3:]))
     assert first[0] < 0.25 and last[0] > first[0] + 0.15
     assert first[1] < 0.3 and last[1] > first[1] + 0.15
-    assert summary["quarantined"] == 0 and all(r["rollout/quarantined"] == 0 for r in rows)
-    # Engine and trainer agree on every turn: observations are neither trained nor counted.
+    # Engine and trainer agree on every turn, so the observations stand where they were read.
     assert max(r["policy/engine_gap_max"] or 0 for r in rows) < 1e-4
-    assert isinstance(config.generator.engine, NativeEngine)
+    # One to two actions per rollout; the last failures come after the last take.
+    failed = [r["rollout/quarantined"] for r in rows]
+    assert 16 * 192 / 25 <= sum(failed) <= summary["quarantined"] and min(failed) > 0
+    assert summary["trained"] == 16 * 12
+
+
+@pytest.mark.slow
+def test_too_much_that_breaks_ends_the_run_with_the_users_line(tmp_path):
+    config = Config(
+        task=Brittle(),
+        steps=2,
+        probe=0,
+        output_dir=tmp_path / "run",
+        rollout=RolloutConfig(quarantine=0.01),
+        buffer=BufferConfig(groups_per_step=4, max_staleness=0),
+    )
+    with pytest.raises(ExceptionGroup) as error:
+        asyncio.run(train(config))
+    text = "".join(traceback.format_exception(error.value))
+    assert "of 64 that a step has: more than --rollout.quarantine 0.01 allows; the first: ticket " in text
+    assert "environment step: ZeroDivisionError(" in text and "raise ZeroDivisionError(action)" in text
