@@ -57,8 +57,9 @@ class Saver:
             OSError: no room, on any rank.
             RuntimeError: nothing was copied since the last write.
         """
-        from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
         from torch.distributed.checkpoint.state_dict_saver import save
+
+        from actors.dcp import SafetensorsWriter
 
         begin = time.perf_counter()
         state, self._copy = self._copy, None
@@ -66,8 +67,9 @@ class Saver:
             raise RuntimeError(f"nothing to write to {folder}: the trainer has copied nothing since the last write")
         target = folder / TRAINER
         with _one_line(OSError, f"cannot write {folder}"):
-            writer = HuggingFaceStorageWriter(str(target), save_distributed=True)
-            save(state, storage_writer=writer, process_group=self._group, no_dist=self._group is None)
+            save(
+                state, storage_writer=SafetensorsWriter(target), process_group=self._group, no_dist=self._group is None
+            )
             del state
             if self._training.rank == 0:
                 self._training.backend.export(str(folder / MODEL), read_weights(target))
