@@ -39,6 +39,9 @@ class Saver:
     """
 
     def __init__(self, run_dir: str, training: Training, group: ProcessGroup | None) -> None:
+        from actors.dcp import SafetensorsWriter  # now: importing torch's part of it later would stop a step
+
+        self._writer = SafetensorsWriter
         self._training, self._group = training, group
         self._copy: dict[str, Tensor] | None = None
         _savers[run_dir] = self
@@ -59,17 +62,13 @@ class Saver:
         """
         from torch.distributed.checkpoint.state_dict_saver import save
 
-        from actors.dcp import SafetensorsWriter
-
         begin = time.perf_counter()
         state, self._copy = self._copy, None
         if state is None:
             raise RuntimeError(f"nothing to write to {folder}: the trainer has copied nothing since the last write")
         target = folder / TRAINER
         with _one_line(OSError, f"cannot write {folder}"):
-            save(
-                state, storage_writer=SafetensorsWriter(target), process_group=self._group, no_dist=self._group is None
-            )
+            save(state, storage_writer=self._writer(target), process_group=self._group, no_dist=self._group is None)
             del state
             if self._training.rank == 0:
                 self._training.backend.export(str(folder / MODEL), read_weights(target))

@@ -18,10 +18,11 @@ import pytest
 from monarch.actor import this_host
 
 from actors import payload
-from actors.buffer import ReplayBuffer, Restored
+from actors.buffer import BOOKS, ReplayBuffer, Restored, _load, _pin, _save
 from actors.checkpoint import Best, Checkpoints, plain, restored
 from actors.config import BufferConfig
 from actors.episode import meta_of
+from actors.ledger import Ledger
 from actors.types import Group, GroupMeta, Lease, Taken
 from tests.actors.training_data import rollout
 
@@ -266,11 +267,20 @@ def test_the_buffer_goes_on_in_another_run_with_its_payloads(tmp_path: Path) -> 
     assert (counts["issued"], counts["trained"], counts["open"]) == (4, 1, 3)
 
 
+def test_a_pinned_payload_outlives_its_group(tmp_path: Path) -> None:
+    book = Ledger(BufferConfig(groups_per_step=1, max_staleness=1), steps=5)
+    book.put(finished(book.lease(0, 1)[0], tmp_path))
+    books = book.snapshot(0)
+    with contextlib.ExitStack() as pins:
+        (source,) = [_pin(kept["meta"]["handle"], pins) for kept in books["open"]]
+        (tmp_path / "group-0-0.safetensors").unlink()
+        _save(tmp_path / "buffer", books, [source])
+    assert names(tmp_path) == ["buffer"]
+    assert names(tmp_path / "buffer") == ["books.json", "group-0-0.safetensors"]
+
+
 @pytest.mark.parametrize("damage", ["books", "short", "missing"])
 def test_a_damaged_buffer_is_refused(tmp_path: Path, damage: str) -> None:
-    from actors.buffer import BOOKS, _load, _save
-    from actors.ledger import Ledger
-
     book = Ledger(BufferConfig(groups_per_step=1, max_staleness=1), steps=5)
     (lease,) = book.lease(0, 1)
     book.put(finished(lease, tmp_path))
