@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import math
 import sys
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -146,11 +145,10 @@ def worker(model, task, buffer, replicas, group_size=2, **play) -> RolloutWorker
         Play(
             task=task,
             model=str(model),
-            sampling=Sampling(max_tokens=4),
             group_size=group_size,
             seed=5,
             folder=str(model),
-            **{"timeout": 30.0, "most": 8, **play},
+            **{"sampling": Sampling(max_tokens=4), "timeout": 30.0, "most": 8, **play},
         ),
         buffer,
         replicas,
@@ -273,8 +271,8 @@ def test_a_suspect_that_the_generator_stops_is_given_up_as_stale(model):
 
 def test_a_probe_is_short_and_of_no_ticket(model):
     replica = Replica({0: [1, 2]})
-    actor = worker(model, Task(lambda: SingleTurn(reward=lambda *a, **k: 0.0)), None, [replica], most=1)
-    actor._play = replace(actor._play, sampling=Sampling(max_tokens=100))
+    task = Task(lambda: SingleTurn(reward=lambda *a, **k: 0.0))
+    actor = worker(model, task, None, [replica], most=1, sampling=Sampling(max_tokens=100))
     probes = [call(RolloutWorker.probe, actor, version, 0, 3) for version in (0, 1)]
     assert [p.version for p in probes] == [0, 1] and len(payload.read(probes[0].handle).rollouts) == 3
     assert {r.id.ticket for r in replica.requests} == {-1}
