@@ -26,7 +26,7 @@ def math(completion: str, answer: Any) -> float:
     Raises:
         ValueError: the row's answer holds no mathematical value.
     """
-    text = str(answer).rpartition("####")[2].strip()
+    text = str(answer)
     gold = parse(text if "$" in text or "\\boxed" in text else f"${text}$", parsing_timeout=SECONDS)
     if not gold:
         raise ValueError(f"the row's answer {answer!r:.80} holds no number or expression")

@@ -237,6 +237,19 @@ def test_a_call_that_is_given_up_frees_its_scorer(file, opened):
     assert asyncio.run(give_up())["reward"] == 1.0
 
 
+def test_an_error_of_one_function_ends_the_others(file, opened):
+    """The second call's first function would else wait for the first call's second one."""
+    rewards = of(opened, file, "raises", "sometimes", deadline=100.0)
+
+    async def twice() -> None:
+        for _ in range(2):
+            async with asyncio.timeout(50):
+                with pytest.raises(RewardError, match=r"^reward raises: Odd: 1\n"):
+                    await rewards("p", "c", finish="stop", hang=True)
+
+    asyncio.run(twice())
+
+
 @pytest.mark.slow
 def test_scorers_die_with_a_killed_parent(file, tmp_path):
     """Even while their code holds the interpreter."""
