@@ -11,6 +11,7 @@ from typing import Any
 
 from actors import RunConfig, command_line, launch
 from losses import DIS, group_norm
+from recipes.grpo_async import of_task
 from recipes.tasks.calculator import Calculator
 
 
@@ -28,8 +29,8 @@ class Config(RunConfig):
 
 async def train(config: Config) -> dict[str, Any]:
     """Start every role, run all steps, leave the output folder; returns the summary."""
-    sampling = replace(config.sampling, max_tokens=config.sampling.max_tokens or config.task.max_tokens)
-    config = replace(config, model=config.model or str(config.task.checkpoint), sampling=sampling)
+    model, sampling = of_task(config.task, config.model, config.sampling)
+    config = replace(config, model=model, sampling=sampling)
     async with launch(config, task=config.task, loss=config.loss, advantage=group_norm) as run:
         async for batch in run.batches():
             await run.publish(await run.train(batch))

@@ -11,12 +11,15 @@ from typing import Any, Literal
 
 from actors import RunConfig, Sampling, command_line, launch
 from losses import DIS, PolicyGradient, PPOClip, group_mean, group_norm
+from recipes.adapters.reasoning_gym import ReasoningGym
+from recipes.adapters.verifiers import Verifiers
 from recipes.tasks.addition import Addition
+from recipes.tasks.calculator import Calculator
 from recipes.tasks.dataset import Dataset
 from recipes.tasks.modmix import Modmix
 from recipes.tasks.scratchpad import Scratchpad
 
-Tasks = Addition | Modmix | Dataset
+Tasks = Addition | Modmix | Calculator | Dataset | ReasoningGym | Verifiers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +40,7 @@ ADVANTAGES = {"group_norm": group_norm, "group_mean": group_mean}
 def of_task(task: Tasks, model: str | None, sampling: Sampling) -> tuple[str | None, Sampling]:
     """Model and sampling where no flag says them: the tiny tasks bring a checkpoint and know how long an answer may
     be."""
-    if not isinstance(task, Scratchpad):
+    if not isinstance(task, Scratchpad | Calculator):
         return model, sampling
     return model or str(task.checkpoint), replace(sampling, max_tokens=sampling.max_tokens or task.max_tokens)
 

@@ -77,60 +77,56 @@ def whole(tmp_path_factory):
     return folder
 
 
-def same(folder: Path, whole: Path) -> None:
-    """A run that was cut and resumed has left what one without a break leaves, to the bit."""
-    assert steady(metrics_of(folder)) == steady(metrics_of(whole))
-    assert (folder / "rollouts.jsonl").read_text() == (whole / "rollouts.jsonl").read_text()
-    a, b = weights(folder), weights(whole)
-    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+def stop(folder: Path, process: subprocess.Popen[str], children: list[psutil.Process], number: signal.Signals) -> int:
+    """Send a signal to the whole group, as a terminal does; returns the steps that were done."""
+    began = time.monotonic()
+    os.killpg(process.pid, number)
+    text = end(process, children)
+    assert time.monotonic() - began < STOP_SECONDS
+    assert process.returncode == 128 + number and "Traceback" not in text
     summary = json.loads((folder / "summary.json").read_text())
+    steps: int = summary["steps"]
+    assert summary["status"] == "stopped" and summary["reason"] == f"{number.name} after step {steps}"
+    assert (folder / "checkpoints" / f"step-{steps:06d}").is_dir()
+    return steps
+
+
+@pytest.mark.slow
+def test_a_signal_and_a_kill_later_a_synchronous_run_ends_as_if_neither_had_been(whole, tmp_path):
+    before, run = left_folders(), tmp_path / "run"
+    process = start(run, *SYNCHRONOUS, "--save.every", "3", "--save.keep", "5")
+    stop(run, process, until_step(process, 4), signal.SIGINT)
+    assert left_folders() <= before
+    process = start(run, "--resume")  # all other settings are those of the first command
+    children = until_step(process, 14)
+    process.kill()
+    end(process, children)
+    assert (run / "checkpoints" / "step-000012").is_dir()
+    text = finish(run, "--resume")
+    assert "step   13/24" in text or ("step   16/24" in text and "step   12/24" not in text)
+    assert steady(metrics_of(run)) == steady(metrics_of(whole))
+    assert (run / "rollouts.jsonl").read_text() == (whole / "rollouts.jsonl").read_text()
+    a, b = weights(run), weights(whole)
+    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+    summary = json.loads((run / "summary.json").read_text())
     assert summary["status"] == "done" and summary["steps"] == 24 and summary["trained"] == 96
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_saves_and_stops_and_resume_goes_on_to_the_bit(whole, tmp_path, number):
-    before = left_folders()
-    process = start(tmp_path / "run", *SYNCHRONOUS)
-    children = until_step(process, 5)
-    began = time.monotonic()
-    os.killpg(process.pid, number)  # as Ctrl-C does: every process of the group gets it
-    text = end(process, children)
-    assert time.monotonic() - began < STOP_SECONDS
-    assert process.returncode == 128 + number and "Traceback" not in text
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    steps = summary["steps"]
-    assert summary["status"] == "stopped" and summary["reason"] == f"{number.name} after step {steps}"
-    assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == [f"step-{steps:06d}"]
-    assert left_folders() <= before
-    finish(tmp_path / "run", "--resume")  # all other settings are those of the first command
-    same(tmp_path / "run", whole)
-
-
-@pytest.mark.slow
-def test_a_kill_loses_what_came_after_the_last_checkpoint_and_no_more(whole, tmp_path):
-    process = start(tmp_path / "run", *SYNCHRONOUS, "--save.every", "3")
-    children = until_step(process, 8)
-    process.kill()
-    end(process, children)
-    assert (tmp_path / "run" / "checkpoints" / "step-000006").is_dir()
-    text = finish(tmp_path / "run", "--resume")
-    assert "step    7/24" in text or "step   10/24" in text and "step    1/24" not in text
-    same(tmp_path / "run", whole)
-
-
-@pytest.mark.slow
-def test_with_staleness_each_row_of_an_epoch_is_trained_once_through_a_kill(tmp_path):
+def test_with_staleness_each_row_of_an_epoch_is_trained_once_through_a_signal_and_a_kill(tmp_path):
     flags = ("--steps", "100", "--epochs", "1", "--group-size", "4", "--buffer.groups-per-step", "4")
-    flags += ("--save.every", "2", "--log.rollouts", "4", "task:addition", "--task.rows", "66")
-    process = start(tmp_path / "run", *flags)
-    children = until_step(process, 6)
+    flags += ("--save.every", "2", "--log.rollouts", "4", "task:addition", "--task.rows", "82")
+    run = tmp_path / "run"
+    process = start(run, *flags)
+    stop(run, process, until_step(process, 3), signal.SIGTERM)
+    process = start(run, "--resume")
+    children = until_step(process, 12)
     process.kill()
     end(process, children)
-    finish(tmp_path / "run", "--resume")
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["issued"] == 66 == summary["trained"] + summary["dropped"] and summary["open"] == 0
-    records = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]
+    finish(run, "--resume")
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["issued"] == 82 == summary["trained"] + summary["dropped"] and summary["open"] == 0
+    records = [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
     trained = {(record["step"], record["ticket"], record["row"]) for record in records}
     assert len(trained) == summary["trained"]
     assert max(Counter(ticket for _, ticket, _ in trained).values()) == 1
