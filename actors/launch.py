@@ -184,17 +184,19 @@ class Origin:
 
 
 def find_checkpoint(output: Path, config: RunConfig) -> Origin:
-    """The newest checkpoint of an earlier run.
+    """The newest checkpoint of an earlier run; what was best after it is forgotten.
 
     Raises:
         ValueError: there is none, or it has all steps already.
     """
-    path = Checkpoints(output / "checkpoints", config.save.keep).newest()
+    checkpoints = Checkpoints(output / "checkpoints", config.save.keep)
+    path = checkpoints.newest()
     if path is None:
         raise ValueError(f"{output} has no complete checkpoint to resume: start anew with --overwrite")
-    version = int(Checkpoints.read(path)["step"])
+    version = int(checkpoints.read(path)["step"])
     if version >= config.steps:
         raise ValueError(f"{path} has all {config.steps} steps already: raise --steps to go on")
+    checkpoints.rewind(version)
     return Origin(path=path, version=version)
 
 
@@ -315,6 +317,10 @@ async def spawn(
     for (_, actors), lead in zip(replicas, leads, strict=True):
         followers = [actors.slice(ranks=rank) for rank in range(1, config.generator.tp)]
         tasks.create_task(wait(lead.run.call_one(followers)))
+    if origin is not None and config.sync.dtype != "float32":
+        # The generators have the checkpoint's weights, and should have them as they were sent.
+        await sync.lease(version)
+        await sync.publish(version)
     work = tasks.create_task(wait(workers.run.call()))
 
     async def end() -> None:

@@ -106,10 +106,10 @@ class Meshes:
 
 
 def cause(error: BaseException) -> str:
-    """One line on the first error of a group: the first line of its text; of an actor's error also the call."""
+    """One line on the first error of a group: its text up to a traceback in it; of an actor's error also the call."""
     calls, error = first_of(error)
-    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    return f"{calls}{type(error).__name__}: {first[:400]}"
+    text = str(error).partition("Traceback (most recent call last)")[0]
+    return f"{calls}{type(error).__name__}: {' '.join(text.split())[:400]}"
 
 
 def first_of(error: BaseException) -> tuple[str, BaseException]:

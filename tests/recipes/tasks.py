@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 from dataclasses import dataclass
 
@@ -44,3 +45,11 @@ class SlowEpisode:
 
     async def close(self) -> None:
         return
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deadly(Addition):
+    """Addition whose first episode takes its process down."""
+
+    def environment(self) -> Environment:
+        os._exit(3)

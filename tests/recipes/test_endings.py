@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from recipes.tasks.addition import Addition
 from tests.recipes.test_grpo_async import ROOT, left_folders, metrics_of, steady
 
 SYNCHRONOUS = (
@@ -166,3 +168,49 @@ def test_a_folder_that_exists_is_refused_unless_told(whole, tmp_path):
     (tmp_path / "mine.txt").write_text("precious")
     assert "not the folder of a run" in refused("--output-dir", str(tmp_path), "--overwrite")
     assert (tmp_path / "mine.txt").read_text() == "precious" and (whole / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.slow
+def test_a_role_that_dies_at_once_ends_the_run_with_its_name(tmp_path):
+    code = """
+import asyncio, sys
+from pathlib import Path
+from actors import command_line
+from recipes.grpo_async import Config, train
+from tests.recipes.tasks import Deadly
+from dataclasses import replace
+command_line(Config, lambda config: train(replace(config, task=Deadly())))
+"""
+    flags = ["--output-dir", str(tmp_path / "run"), "--steps", "4"]
+    done = subprocess.run([sys.executable, "-c", code, *flags], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    line = next(line for line in done.stderr.splitlines() if line.startswith("-c: "))
+    assert "RolloutWorker worker" in line and "exited with non-zero code 3" in line
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["status"] == "failed" and "RolloutWorker worker" in summary["reason"]
+
+
+@pytest.mark.slow
+def test_a_broken_model_is_named_before_the_traceback(tmp_path):
+    shutil.copytree(Addition.checkpoint, tmp_path / "model")
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "recipes.grpo_async",
+            "--model",
+            str(tmp_path / "model"),
+            "--output-dir",
+            str(tmp_path / "run"),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1
+    line = next(line for line in done.stderr.splitlines() if line.startswith("grpo_async: "))
+    assert f"cannot load the model in {str(tmp_path / 'model')!r}" in line
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"

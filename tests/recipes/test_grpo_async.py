@@ -285,9 +285,10 @@ def test_settings_that_cannot_work_are_one_line_and_no_output(tmp_path):
 
 
 def test_the_cause_is_the_first_error_with_the_call_that_raised_it():
-    error = ActorError(ValueError("line one\nline two"), "Actor call trainer.setup failed.")
+    text = "line one\nline two\nTraceback (most recent call last):\n  more"
+    error = ActorError(ValueError(text), "Actor call trainer.setup failed.")
     group = ExceptionGroup("outer", [ExceptionGroup("inner", [error]), RuntimeError("later")])
-    assert cause(group) == "Actor call trainer.setup failed: ValueError: line one"
+    assert cause(group) == "Actor call trainer.setup failed: ValueError: line one line two"
 
 
 def test_a_tiny_task_says_how_long_an_answer_may_be_unless_a_flag_does():
