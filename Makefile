@@ -38,7 +38,7 @@ models/smollm2-135m/config.json: recipes/make_smollm.py $(VENV)/.installed
 smollm: models/smollm2-135m/config.json
 	$(BIN)/python -m recipes.grpo_async --model models/smollm2-135m --steps 3 --group-size 4 --trainer.lr 1e-5 \
 		--buffer.groups-per-step 2 --buffer.max-staleness 1 --generator.replicas 1 --generator.engine.slots 16 \
-		--sampling.max-tokens 48 --sync.timeout 600 \
+		--sampling.max-tokens 64 --sampling.temperature 0.4 --sync.timeout 600 \
 		task:dataset --task.path recipes/assets/word_problems.jsonl --task.chat --task.reward math
 
 test: install-test

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import pickle
 import signal
 import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,10 @@ async def later(completion):
     return 0.25
 
 def hang(completion):
+    while True: pass
+
+def hang_after(completion, fifo):
+    open(fifo, "w").close()
     while True: pass
 
 def sometimes(completion, hang):
@@ -253,36 +257,31 @@ def test_an_error_of_one_function_ends_the_others(file, opened):
 @pytest.mark.slow
 def test_scorers_die_with_a_killed_parent(file, tmp_path):
     """Even while their code holds the interpreter."""
+    fifo = tmp_path / "running"
+    os.mkfifo(fifo)
     script = tmp_path / "parent.py"
     script.write_text(
         textwrap.dedent(f"""
-        import asyncio, os, psutil
+        import asyncio
         from actors.rewards import FromFile, Rewards
 
         async def main():
-            kind = Rewards(functions=(FromFile(path={file!r}, function="pid"),))
-            print(int((await kind("p", "c", finish="stop"))["pid"]), flush=True)
-            hung = Rewards(functions=(FromFile(path={file!r}, function="hang"),), deadline=600)
-            call = asyncio.create_task(hung("p", "c", finish="stop"))
-            await asyncio.sleep(0.1)
-            print(*(child.pid for child in psutil.Process().children()), flush=True)
-            await call
+            idle = Rewards(functions=(FromFile(path={file!r}, function="exact"),))
+            await idle("p", "c", finish="stop", answer="c")
+            hung = Rewards(functions=(FromFile(path={file!r}, function="hang_after"),), deadline=600)
+            await hung("p", "c", finish="stop", fifo={str(fifo)!r})
 
         if __name__ == "__main__":
             asyncio.run(main())
         """)
     )
-    parent = subprocess.Popen(
-        [sys.executable, script], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]
-    )
-    assert parent.stdout is not None
-    scorers = [psutil.Process(int(parent.stdout.readline()))]
-    scorers += [psutil.Process(int(pid)) for pid in parent.stdout.readline().split()]
+    parent = subprocess.Popen([sys.executable, script])
+    fifo.read_text()  # returns when the hanging function runs
+    scorers = psutil.Process(parent.pid).children(recursive=True)
     parent.kill()
     parent.wait()
-    parent.stdout.close()
-    assert len(scorers) >= 3
-    assert not psutil.wait_procs(scorers, timeout=10)[1]
+    assert len(scorers) >= 2
+    assert not psutil.wait_procs(scorers, timeout=20)[1]
 
 
 def test_functions_that_are_defined_in_the_script_itself(tmp_path):
@@ -302,7 +301,7 @@ def test_functions_that_are_defined_in_the_script_itself(tmp_path):
             print(asyncio.run(rewards("p", "four", finish="stop")))
         """)
     )
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True)
     assert done.stdout.splitlines()[-1:] == ["{'reward': 12.0, 'mine': 12.0}"], done.stderr
     assert not done.stderr
 
