@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -124,8 +126,9 @@ async def launch(config: RunConfig, *, task: Task, loss: Objective, advantage: A
     config = resolve(config)
     placement, room = check(config, task)
     output = config.output_dir or default_folder(Path(sys.argv[0]).stem)
-    origin = find_checkpoint(output, config) if config.resume else None
     async with AsyncExitStack() as stack:
+        stack.enter_context(held(output))
+        origin = find_checkpoint(output, config) if config.resume else None
         stop = stack.enter_context(signals())
         folder = RunFolder.create(room)
         stack.callback(folder.close)
@@ -198,6 +201,28 @@ def find_checkpoint(output: Path, config: RunConfig) -> Origin:
         raise ValueError(f"{path} has all {config.steps} steps already: raise --steps to go on")
     checkpoints.rewind(version)
     return Origin(path=path, version=version)
+
+
+@contextmanager
+def held(output: Path) -> Iterator[None]:
+    """Make the folder if it is not there, and let no other run use it meanwhile.
+
+    Raises:
+        OSError: it cannot be made, or another run holds it.
+    """
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(output, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise OSError(f"cannot write {output}: {error.strerror}; choose another --output-dir") from error
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise OSError(f"another run is writing to {output}: end it or choose another --output-dir") from None
+        yield
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager

@@ -270,7 +270,7 @@ def test_settings_that_cannot_work_are_one_line_and_no_output(tmp_path):
         (["--model", str(tmp_path)], "no *.safetensors in"),
         (["--generator.replicas", "0"], "generator.replicas must be at least 1, not 0"),
         (["--steps", "0"], "config.steps must be at least 1, not 0"),
-        (["task:addition", "--task.rows", "0"], "config.task.rows must be at least 1, not 0"),
+        (["task:addition", "--task.rows", "0"], "the task has 0 rows to train on"),
         (["--model", str(endless)], "names no end token"),
         (["--output-dir", str(endless / "config.json")], "choose another --output-dir"),
     ):
