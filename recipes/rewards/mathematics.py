@@ -20,7 +20,7 @@ def math(completion: str, answer: Any) -> float:
     """1 if the completion's answer equals the row's, else 0.
 
     The completion's answer is what stands in its last `\\boxed{}`, or else its last expression or number. It counts by
-    its value: `16 - 9` is 7. One that takes too long to read or to compare is wrong. The row's answer is a number or an
+    its value: `16 - 9` is 7. One that takes too long to read or to compare is wrong. The row has a number or an
     expression, in LaTeX or not; of a solution that ends with `#### 18`, as GSM8K's do, what follows the mark.
 
     Raises:
