@@ -19,7 +19,8 @@ from monarch.actor import Actor, concurrent_endpoint
 
 from actors import payload
 from actors.config import BufferConfig
-from actors.ledger import Ledger, Suspect
+from actors.ledger import Ledger
+from actors.tickets import Suspect
 from actors.types import GroupMeta, Lease, Taken
 
 log = logging.getLogger(__name__)

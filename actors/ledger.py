@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import logging
 import math
-import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
@@ -18,6 +17,7 @@ import numpy as np
 
 from actors.checkpoint import plain, restored
 from actors.config import BufferConfig
+from actors.tickets import Entry, RowOrder, Suspect, admission, takeable
 from actors.types import GroupMeta, Lease, PayloadHandle, Taken
 
 log = logging.getLogger(__name__)
@@ -25,79 +25,6 @@ log = logging.getLogger(__name__)
 DROP_REASONS = ("stale", "zero_variance", "failed", "end")
 HOPELESS = 100
 """Attempts that fail, or groups of equal rewards, in a row before the run ends."""
-
-
-def admission(config: BufferConfig) -> int | None:
-    """Most open tickets, (A + 1) * P; None is no bound.
-
-    A is how many steps of work may be open ahead of the trainer. Born fresh and taken within A steps, a group is at
-    most A versions old; with `window` a group may wait ceil((W - 1) / P) steps longer, which A gives up in advance.
-
-    Raises:
-        ValueError: the settings contradict each other.
-    """
-    c = config
-    allowed = None if c.max_staleness == -1 else c.max_staleness
-    if c.order == "window":
-        wait = -(-(c.window - 1) // c.groups_per_step)
-        if allowed is not None:
-            allowed -= wait
-            if allowed < 0:
-                raise ValueError(
-                    f"buffer: window {c.window} can delay a group by {wait} steps, more than max_staleness "
-                    f"{c.max_staleness}; use a window of at most {c.max_staleness * c.groups_per_step + 1}"
-                )
-        if allowed is not None and c.depth is not None and not 0 <= c.depth <= allowed:
-            raise ValueError(f"buffer: order window never drops, so depth must lie in 0..{allowed}, not {c.depth}")
-    if c.depth is not None:
-        allowed = None if c.depth == -1 else c.depth
-    return None if allowed is None else (allowed + 1) * c.groups_per_step
-
-
-class RowOrder:
-    """Which dataset row a ticket names: a seeded shuffle per epoch, so the data position is the ticket number."""
-
-    def __init__(self, rows: int | None, seed: int) -> None:
-        """`rows` None is an endless dataset: ticket i names row i."""
-        self.rows, self.seed = rows, seed
-        self._epoch, self._shuffle = -1, list[int]()
-
-    def __call__(self, ticket: int) -> int:
-        if self.rows is None:
-            return ticket
-        epoch, at = divmod(ticket, self.rows)
-        if epoch != self._epoch:
-            self._shuffle = list(range(self.rows))
-            random.Random(f"{self.seed}/epoch/{epoch}").shuffle(self._shuffle)
-            self._epoch = epoch
-        return self._shuffle[at]
-
-
-@dataclass(eq=False)
-class _Open:
-    """A ticket between issue and end."""
-
-    lease: Lease
-    worker: int
-    meta: GroupMeta | None = None
-    finished_as: int = -1
-    """Place in completion order."""
-    uses: int = 0
-    """Steps that took it."""
-    taken: int | None = None
-    """The step that holds it now."""
-    asked: int = -1
-    """Oldest version that its worker was last asked about."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Suspect:
-    """A group in flight that may be too old."""
-
-    ticket: int
-    attempt: int
-    oldest: int
-    """It is, if any of its tokens is of an older version than this."""
 
 
 @dataclass
@@ -175,8 +102,8 @@ class Ledger:
         self._tickets = None if rows is None or epochs is None else rows * epochs
         self._row = RowOrder(rows, seed)
         self._free = free
-        self._open: dict[int, _Open] = {}
-        self._again: list[_Open] = []
+        self._open: dict[int, Entry] = {}
+        self._again: list[Entry] = []
         self._suspects: dict[int, list[Suspect]] = defaultdict(list)
         self._finished = 0
         self._flat = 0
@@ -201,7 +128,7 @@ class Ledger:
         """Groups that workers have."""
         return sum(t.meta is None and t not in self._again for t in self._open.values())
 
-    def _untaken(self) -> list[_Open]:
+    def _untaken(self) -> list[Entry]:
         return [t for t in self._open.values() if t.taken is None]
 
     def _wants_more(self) -> bool:
@@ -229,7 +156,7 @@ class Ledger:
             elif self._wants_more():
                 ticket = self.issued
                 self.issued += 1
-                entry = _Open(
+                entry = Entry(
                     Lease(ticket=ticket, attempt=0, row=self._row(ticket), version=self.version), worker=worker
                 )
                 self._open[ticket] = entry
@@ -249,7 +176,7 @@ class Ledger:
 
     # Finish
 
-    def _current(self, ticket: int, attempt: int) -> _Open | None:
+    def _current(self, ticket: int, attempt: int) -> Entry | None:
         entry = self._open.get(ticket)
         if entry is None or entry.lease.attempt != attempt or entry.meta is not None or entry in self._again:
             self.ignored += 1
@@ -332,8 +259,8 @@ class Ledger:
         self._evict(step)
         p, zero = self.config.groups_per_step, self.config.zero_variance
         most = p * self.config.refill_cap if zero == "refill" else p
-        chosen: list[_Open] = []
-        for entry in self._candidates():
+        chosen: list[Entry] = []
+        for entry in takeable(self._untaken(), self.config):
             if len(chosen) == p or (chosen and self._flat + len(chosen) >= most):
                 break
             if zero != "keep" and _zero_variance(entry):
@@ -393,7 +320,7 @@ class Ledger:
         self._drop_stale(entry, self.version - oldest, actions)
         return True
 
-    def _drop_stale(self, entry: _Open, span: int, actions: np.ndarray) -> None:
+    def _drop_stale(self, entry: Entry, span: int, actions: np.ndarray) -> None:
         """`span` is how many versions the group's own generation crossed."""
         if span > self.config.max_staleness and "slow" not in self._warned and entry.uses == 0:
             self._warned.add("slow")
@@ -408,23 +335,8 @@ class Ledger:
             self._lengths["dropped"][1] += len(actions)
         self._drop(entry, "stale")
 
-    def _candidates(self) -> list[_Open]:
-        """Finished groups in the order in which a step may take them."""
-        untaken = sorted(self._untaken(), key=lambda t: t.lease.ticket)
-        finished = [t for t in untaken if t.meta is not None]
-        match self.config.order:
-            case "oldest":
-                return finished
-            case "finish":
-                return sorted(finished, key=lambda t: t.finished_as)
-            case "freshest":
-                return sorted(finished, key=lambda t: (-_meta(t).oldest.min(), t.lease.ticket))
-            case "fifo" | "window":
-                reach = 1 if self.config.order == "fifo" else self.config.window
-                return within_window([t.lease.ticket for t in untaken], finished, reach)
-
-    def _close_take(self, step: int, chosen: list[_Open]) -> Taken:
-        metas = [_meta(t) for t in chosen]
+    def _close_take(self, step: int, chosen: list[Entry]) -> Taken:
+        metas = [t.group for t in chosen]
         for entry in chosen:
             entry.taken = step
             entry.uses += 1
@@ -462,7 +374,7 @@ class Ledger:
             else:
                 self._drop(entry, "trained")
 
-    def _drop(self, entry: _Open, reason: str) -> None:
+    def _drop(self, entry: Entry, reason: str) -> None:
         del self._open[entry.lease.ticket]
         if entry in self._again:
             self._again.remove(entry)
@@ -501,7 +413,7 @@ class Ledger:
         if book._next_step > version:
             book._untake(version)
         for lease in book._before.cut:
-            book._open[lease.ticket] = _Open(lease, worker=-1)
+            book._open[lease.ticket] = Entry(lease, worker=-1)
             book.dropped["end"] -= 1
         book.announce(version)
         return {
@@ -536,8 +448,8 @@ class Ledger:
             if entry.taken == step:
                 entry.taken = None
                 entry.uses -= 1
-                self._lengths["trained"][0] -= int(_meta(entry).actions.sum())
-                self._lengths["trained"][1] -= len(_meta(entry).actions)
+                self._lengths["trained"][0] -= int(entry.group.actions.sum())
+                self._lengths["trained"][1] -= len(entry.group.actions)
         self._next_step = step
         self._flat += self._before.flat
         self._since.prepend(self._before.since)
@@ -563,7 +475,7 @@ class Ledger:
         for kept in books["open"]:
             ticket = kept["ticket"]
             lease = Lease(ticket=ticket, attempt=kept["attempt"], row=self._row(ticket), version=self.version)
-            entry = _Open(lease, worker=-1, finished_as=kept["finished_as"], uses=kept["uses"])
+            entry = Entry(lease, worker=-1, finished_as=kept["finished_as"], uses=kept["uses"])
             self._open[ticket] = entry
             if kept["meta"] is None:
                 self._again.append(entry)
@@ -646,30 +558,8 @@ class Ledger:
         return ratio
 
 
-def within_window(open_tickets: list[int], finished: list[_Open], reach: int) -> list[_Open]:
-    """Finished entries that may be taken one after another, each within `reach` of the then oldest untaken ticket.
-
-    Both lists ascend by ticket; reach 1 is strict order.
-    """
-    done = {t.lease.ticket: t for t in finished}
-    left, out, at = list(open_tickets), [], 0
-    while at < len(left):
-        if left[at] >= left[0] + reach:
-            break
-        if left[at] in done:
-            out.append(done[left.pop(at)])
-        else:
-            at += 1
-    return out
-
-
-def _meta(entry: _Open) -> GroupMeta:
-    assert entry.meta is not None
-    return entry.meta
-
-
-def _zero_variance(entry: _Open) -> bool:
-    rewards = _meta(entry).rewards
+def _zero_variance(entry: Entry) -> bool:
+    rewards = entry.group.rewards
     return bool(rewards.min() == rewards.max())
 
 

@@ -13,8 +13,8 @@ from monarch.actor import Actor, concurrent_endpoint, current_rank
 from actors import payload
 from actors.environment import HeldOut, HeldOutRows, Outcome
 from actors.episode import Member, meta_of
-from actors.ledger import Suspect
 from actors.player import PROBE_TICKET, GivenUp, Play, Player
+from actors.tickets import Suspect
 from actors.timeline import Span, Spans
 from actors.types import Completion, Group, Judged, Lease, Probe, Rollout, Sampling
 

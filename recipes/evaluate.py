@@ -22,7 +22,7 @@ from actors.config import GeneratorConfig, NativeEngine, RolloutConfig, TrainerC
 from actors.environment import Checked
 from actors.evaluation import evaluate, figures
 from actors.generator import Generator
-from actors.launch import DEFAULT_TOKENS, check_model, held_out
+from actors.launcher import DEFAULT_TOKENS, check_model, held_out
 from actors.mesh import Meshes
 from actors.metrics import default_folder
 from actors.placement import plan

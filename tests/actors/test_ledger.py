@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from actors import buffer
 from actors.buffer import ReplayBuffer
 from actors.config import BufferConfig
-from actors.ledger import Ledger, RowOrder, Suspect, admission
+from actors.ledger import Ledger
+from actors.tickets import RowOrder, Suspect, admission
 from actors.types import GroupMeta, Lease, PayloadHandle
 
 

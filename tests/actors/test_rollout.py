@@ -14,10 +14,10 @@ import tokenizers
 from actors import payload
 from actors.buffer import LeaseReply
 from actors.environment import Outcome, SingleTurn
-from actors.ledger import Suspect
 from actors.player import Play
 from actors.rollout import RolloutWorker
 from actors.router import Router
+from actors.tickets import Suspect
 from actors.types import Completion, CompletionBatch, Lease, Sampling, derive_seed
 
 

@@ -18,8 +18,8 @@ from transformers import DynamicCache
 
 from actors.config import Sampling, TrainerConfig
 from actors.engines.sampling import draw, uniforms
-from actors.ledger import RowOrder
 from actors.pretrained import load_model
+from actors.tickets import RowOrder
 from actors.tokenizer import Tokenizer
 from actors.types import derive_seed
 from recipes.tasks.addition import Addition

@@ -20,7 +20,6 @@ from actors.checkpoint import BUFFER, MODEL, TRAINER, Checkpoints
 from actors.config import NativeEngine, RunConfig, Sampling
 from actors.environment import Checked, HeldOut, Task
 from actors.generator import Generator
-from actors.ledger import admission
 from actors.mesh import Meshes, cause
 from actors.metrics import RunLog, default_folder
 from actors.placement import Placement, Spot, plan
@@ -30,6 +29,7 @@ from actors.run import Roles, Run, Start, Stopped, wait
 from actors.saving import CheckpointWriter
 from actors.shm import RunFolder
 from actors.sync import Replica, WeightPublisher, WeightReceiver, WeightSync
+from actors.tickets import admission
 from actors.tokenizer import Tokenizer
 from actors.trainer import Trainer
 from actors.transports import make_transport
