@@ -6,10 +6,9 @@ It holds what is known of each group and never a token. `actors.buffer` is the a
 from __future__ import annotations
 
 import copy
-import logging
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -17,41 +16,12 @@ import numpy as np
 
 from actors.checkpoint import plain, restored
 from actors.config import BufferConfig
+from actors.tallies import DROP_REASONS, Since, Tally, zero_variance
 from actors.tickets import Entry, RowOrder, Suspect, admission, takeable
 from actors.types import GroupMeta, Lease, PayloadHandle, Taken
 
-log = logging.getLogger(__name__)
-
-DROP_REASONS = ("stale", "zero_variance", "failed", "end")
 HOPELESS = 100
 """Attempts that fail, or groups of equal rewards, in a row before the run ends."""
-
-
-@dataclass
-class _Since:
-    """What ended since the last take."""
-
-    rewards: list[float] = field(default_factory=list)
-    dropped: Counter[str] = field(default_factory=Counter)
-    parts: dict[str, list[float]] = field(default_factory=dict)
-    """For every name that was seen in the run."""
-    quarantined: int = 0
-    failure: str = ""
-    """The first rollout's that failed, with its traceback."""
-
-    def note(self, meta: GroupMeta) -> None:
-        """Add what a group's members got."""
-        self.rewards.extend(meta.rewards.tolist())
-        for name, values in meta.parts.items():
-            self.parts.setdefault(name, []).extend(values[~np.isnan(values)].tolist())
-
-    def prepend(self, before: _Since) -> None:
-        """Add what ended before."""
-        self.rewards = before.rewards + self.rewards
-        self.dropped += before.dropped
-        self.parts = {name: before.parts.get(name, []) + values for name, values in self.parts.items()}
-        self.quarantined += before.quarantined
-        self.failure = before.failure or self.failure
 
 
 @dataclass
@@ -59,7 +29,7 @@ class _Before:
     """What the last take changed for good, so that a snapshot can undo it."""
 
     flat: int = 0
-    since: _Since = field(default_factory=_Since)
+    since: Since = field(default_factory=Since)
     cut: list[Lease] = field(default_factory=list)
     """Tickets dropped because no step was left."""
 
@@ -95,8 +65,6 @@ class Ledger:
         self.dropped: Counter[str] = Counter(dict.fromkeys(DROP_REASONS, 0))
         self.ignored = 0
         """Results of stale attempts: duplicates and late answers."""
-        self.quarantined = 0
-        """Rollouts whose environment failed."""
         self._rollouts, self._tolerated = config.groups_per_step * group_size, quarantine
         self._steps, self._next_step = steps, 0
         self._tickets = None if rows is None or epochs is None else rows * epochs
@@ -111,10 +79,8 @@ class Ledger:
         self._failures = 0
         """Attempts that failed since a group was finished."""
         self._ended = False
-        self._since = _Since()
+        self._tally = Tally()
         self._before = _Before()
-        self._lengths: dict[str, list[int]] = {"dropped": [0, 0], "trained": [0, 0]}
-        self._warned: set[str] = set()
 
     # Issue
 
@@ -233,14 +199,13 @@ class Ledger:
         """Count rollouts that failed; end the run when they are too many for one step."""
         if not count:
             return
-        self.quarantined += count
-        self._since.quarantined += count
-        self._since.failure = self._since.failure or failure
-        if self._since.quarantined > self._tolerated * self._rollouts:
+        self._tally.quarantine(count, failure)
+        since = self._tally.since
+        if since.quarantined > self._tolerated * self._rollouts:
             raise RuntimeError(
-                f"the environment failed in {self._since.quarantined} rollouts on the way to step {self._next_step}, "
-                f"of {self._rollouts} that a step has: more than --rollout.quarantine {self._tolerated:g} allows; the "
-                f"first: {self._since.failure}"
+                f"the environment failed in {since.quarantined} rollouts on the way to step {self._next_step}, of "
+                f"{self._rollouts} that a step has: more than --rollout.quarantine {self._tolerated:g} allows; the "
+                f"first: {since.failure}"
             )
 
     # Take
@@ -263,7 +228,7 @@ class Ledger:
         for entry in takeable(self._untaken(), self.config):
             if len(chosen) == p or (chosen and self._flat + len(chosen) >= most):
                 break
-            if zero != "keep" and _zero_variance(entry):
+            if zero != "keep" and zero_variance(entry.group):
                 self._drop(entry, "zero_variance")
                 self._flat += 1
             else:
@@ -276,7 +241,7 @@ class Ledger:
         full = len(chosen) == p or (chosen and self._flat + len(chosen) >= most)
         if not full and not self._drained():
             return None
-        self._before = _Before(flat=self._flat, since=copy.deepcopy(self._since))
+        self._before = _Before(flat=self._flat, since=copy.deepcopy(self._tally.since))
         self._flat = 0
         return self._close_take(step, sorted(chosen, key=lambda t: t.lease.ticket))
 
@@ -322,17 +287,8 @@ class Ledger:
 
     def _drop_stale(self, entry: Entry, span: int, actions: np.ndarray) -> None:
         """`span` is how many versions the group's own generation crossed."""
-        if span > self.config.max_staleness and "slow" not in self._warned and entry.uses == 0:
-            self._warned.add("slow")
-            log.warning(
-                "ticket %d needed more than max_staleness = %d versions to generate, so it can never be trained; "
-                "--buffer.order window waits for such groups, or raise --buffer.max-staleness",
-                entry.lease.ticket,
-                self.config.max_staleness,
-            )
-        if entry.uses == 0:
-            self._lengths["dropped"][0] += int(actions.sum())
-            self._lengths["dropped"][1] += len(actions)
+        if not entry.uses:
+            self._tally.stale(entry.lease.ticket, actions, span=span, bound=self.config.max_staleness)
         self._drop(entry, "stale")
 
     def _close_take(self, step: int, chosen: list[Entry]) -> Taken:
@@ -350,7 +306,7 @@ class Ledger:
             max_staleness=self.config.max_staleness
             if self.config.stale == "mask" and self.config.max_staleness >= 0
             else None,
-            metrics=self._metrics(metas),
+            metrics=self._tally.take(metas) | self._gauges() | {"buffer/groups": float(len(metas))},
             last=self._ended,
         )
 
@@ -385,12 +341,9 @@ class Ledger:
             self.trained += 1
         else:
             self.dropped[reason] += 1
-            self._since.dropped[reason] += 1
-        if entry.meta is None:
-            return
-        if reason != "trained":
-            self._since.note(entry.meta)
-        self._free(entry.meta)
+            self._tally.drop(reason, entry.meta)
+        if entry.meta is not None:
+            self._free(entry.meta)
 
     # Checkpoints
 
@@ -424,12 +377,12 @@ class Ledger:
             "trained": book.trained,
             "dropped": dict(book.dropped),
             "ignored": book.ignored,
-            "quarantined": book.quarantined,
+            "quarantined": book._tally.quarantined,
             "finished": book._finished,
             "flat": book._flat,
-            "since": {**vars(book._since), "dropped": dict(book._since.dropped)},
-            "lengths": book._lengths,
-            "warned": sorted(book._warned),
+            "since": {**vars(book._tally.since), "dropped": dict(book._tally.since.dropped)},
+            "lengths": book._tally.lengths,
+            "warned": sorted(book._tally.warned),
             "open": [
                 {
                     "ticket": ticket,
@@ -444,15 +397,13 @@ class Ledger:
 
     def _untake(self, step: int) -> None:
         """Undo the last take, of `step`, but for what it dropped."""
-        for entry in self._open.values():
-            if entry.taken == step:
-                entry.taken = None
-                entry.uses -= 1
-                self._lengths["trained"][0] -= int(entry.group.actions.sum())
-                self._lengths["trained"][1] -= len(entry.group.actions)
+        taken = [entry for entry in self._open.values() if entry.taken == step]
+        for entry in taken:
+            entry.taken = None
+            entry.uses -= 1
         self._next_step = step
         self._flat += self._before.flat
-        self._since.prepend(self._before.since)
+        self._tally.untake([entry.group for entry in taken], self._before.since)
 
     def restore(self, books: dict[str, Any]) -> None:
         """Go on from a snapshot, in a ledger that has issued nothing. Steps, epochs and all settings may be others.
@@ -469,9 +420,13 @@ class Ledger:
         self.version = self._next_step = books["version"]
         self.issued, self.trained, self.ignored = books["issued"], books["trained"], books["ignored"]
         self.dropped.update(books["dropped"])
-        self._finished, self._flat, self.quarantined = books["finished"], books["flat"], books["quarantined"]
-        self._since = _Since(**{**books["since"], "dropped": Counter(books["since"]["dropped"])})
-        self._lengths, self._warned = books["lengths"], set(books["warned"])
+        self._finished, self._flat = books["finished"], books["flat"]
+        self._tally = Tally(
+            since=Since(**{**books["since"], "dropped": Counter(books["since"]["dropped"])}),
+            quarantined=books["quarantined"],
+            lengths=books["lengths"],
+            warned=set(books["warned"]),
+        )
         for kept in books["open"]:
             ticket = kept["ticket"]
             lease = Lease(ticket=ticket, attempt=kept["attempt"], row=self._row(ticket), version=self.version)
@@ -499,7 +454,7 @@ class Ledger:
             "dropped": sum(self.dropped.values()),
             "open": self.open,
             "ignored": self.ignored,
-            "quarantined": self.quarantined,
+            "quarantined": self._tally.quarantined,
             **{f"dropped_{reason}": n for reason, n in self.dropped.items()},
         }
 
@@ -513,60 +468,14 @@ class Ledger:
             f"tried again, {self.open} of {self.capacity} slots are open, the generators hold version {self.version}"
         )
 
-    def _metrics(self, metas: list[GroupMeta]) -> dict[str, float]:
-        for meta in metas:
-            self._since.note(meta)
-        trained = [r for m in metas for r in m.rewards.tolist()]
-        actions = [n for m in metas for n in m.actions.tolist()]
-        self._lengths["trained"][0] += sum(actions)
-        self._lengths["trained"][1] += len(actions)
+    def _gauges(self) -> dict[str, float]:
         untaken = self._untaken()
-        out = {
-            "reward/mean": _mean(self._since.rewards),
-            "reward/trained": _mean(trained),
-            "reward/zero_variance": _mean([float(m.rewards.min() == m.rewards.max()) for m in metas]),
-            "rollout/length": _mean(actions),
-            "rollout/length_max": float(max(actions, default=0)),
-            "rollout/truncated": _mean([float(t) for m in metas for t in m.truncated.tolist()]),
-            "rollout/quarantined": float(self._since.quarantined),
-            "staleness/dropped": float(self._since.dropped["stale"]),
-            "staleness/dropped_length_ratio": self._length_ratio(),
+        return {
             "buffer/open": float(self.open),
             "buffer/ready": float(sum(t.meta is not None for t in untaken)),
             "buffer/in_flight": float(sum(t.meta is None for t in untaken)),
-            "buffer/groups": float(len(metas)),
         }
-        out.update({f"buffer/dropped_{reason}": float(self._since.dropped[reason]) for reason in DROP_REASONS})
-        parts = self._since.parts
-        out.update({f"reward/{name}": _mean(values) if values else math.nan for name, values in parts.items()})
-        self._since = _Since(parts={name: [] for name in parts})
-        return out
-
-    def _length_ratio(self) -> float:
-        """Mean length of stale groups over mean length of trained ones, since the start; 0 with none dropped."""
-        (dropped, n), (trained, m) = self._lengths["dropped"], self._lengths["trained"]
-        if not n or not trained:
-            return 0.0
-        ratio = (dropped / n) / (trained / m)
-        if ratio > 1.5 and "length" not in self._warned:
-            self._warned.add("length")
-            log.warning(
-                "stale groups are %.1f x longer than trained ones: dropping them biases training to short answers; "
-                "raise --buffer.max-staleness or use --buffer.order window",
-                ratio,
-            )
-        return ratio
-
-
-def _zero_variance(entry: Entry) -> bool:
-    rewards = entry.group.rewards
-    return bool(rewards.min() == rewards.max())
 
 
 def _keep(meta: GroupMeta) -> None:
     """Frees nothing: for books that are a copy."""
-
-
-def _mean(values: Iterable[float]) -> float:
-    listed = list(values)
-    return sum(listed) / len(listed) if listed else 0.0
