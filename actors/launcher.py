@@ -21,7 +21,8 @@ from actors.config import NativeEngine, RunConfig, Sampling
 from actors.environment import Checked, HeldOut, Task
 from actors.generator import Generator
 from actors.mesh import Meshes, cause
-from actors.metrics import RunLog, default_folder
+from actors.metrics import RunLog
+from actors.output import default_folder
 from actors.placement import Placement, Spot, plan
 from actors.player import Play
 from actors.rollout import RolloutWorker

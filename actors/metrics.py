@@ -1,21 +1,17 @@
 """What a run leaves in its output folder, and what it shows meanwhile.
 
 `config.json` (all settings), `metrics.jsonl` (one flat object a step), `evals.jsonl`, `rollouts.jsonl`,
-`timeline.jsonl`, and at the end, however it comes, `summary.json`. Lines are whole or the last one is torn: readers
-skip that one. Metric names are `<area>/<name>`.
+`timeline.jsonl`, and at the end, however it comes, `summary.json`. `actors.output` writes the files. Metric names are
+`<area>/<name>`.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
-from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -26,6 +22,7 @@ from rich.text import Text
 
 from actors.config import LogConfig
 from actors.live import LiveView, terminal
+from actors.output import append_lines, make_ready, rewind, write_json
 from actors.settings import plain
 from actors.timeline import Span
 from actors.trackers import Trackers
@@ -43,23 +40,6 @@ CONSOLE = (
     ("perf/generated_tokens", "generated {:.0f}"),
 )
 """What the console line shows, in this order."""
-
-LEFT = (
-    "rollouts.jsonl",
-    "timeline.jsonl",
-    "evals.jsonl",
-    "summary.json",
-    "trackers.json",
-    "report.html",
-    "model",
-    "checkpoints",
-    "wandb",
-    "tensorboard",
-    "metrics.jsonl",
-    "config.json",
-)
-"""All that a run leaves in its folder, in the order in which `--overwrite` removes it: what shows that it is a run's
-folder goes last, so that an interrupted removal can be repeated."""
 
 Status = Literal["done", "stopped", "failed"]
 
@@ -106,7 +86,12 @@ class RunLog:
         self._view: LiveView | None = None
         self._stack = ExitStack()
         try:
-            self._prepare(resume_step, overwrite)
+            if resume_step is None:
+                make_ready(folder, overwrite)
+            else:
+                self.rows = rewind(folder, resume_step)
+            (folder / "metrics.jsonl").touch()
+            write_json(folder / "config.json", self._settings)
         except OSError as error:
             if error.strerror is None:
                 raise
@@ -115,48 +100,6 @@ class RunLog:
         self._earlier_loop = self.total("time/step")
         self._began = time.perf_counter()
         self._say(f"writing to {folder}")
-
-    def _prepare(self, resume_step: int | None, overwrite: bool) -> None:
-        folder = self.folder
-        folder.mkdir(parents=True, exist_ok=True)
-        ours = is_run(folder)
-        if resume_step is not None:
-            if not ours:
-                raise ValueError(f"{folder} is not the folder of a run, so there is nothing to resume")
-            self._rewind(resume_step)
-        elif any(folder.iterdir()):
-            if not ours:
-                raise FileExistsError(
-                    f"{folder} is not empty and not the folder of a run: choose another --output-dir"
-                )
-            if not overwrite:
-                raise FileExistsError(
-                    f"{folder} holds a run: go on with --resume, start anew with --overwrite, "
-                    "or choose another --output-dir"
-                )
-            for name in LEFT:
-                _remove(folder / name)
-        (folder / "metrics.jsonl").touch()
-        write_whole(folder / "config.json", _document(self._settings))
-
-    def _rewind(self, step: int) -> None:
-        """Take back what was written about `step` and later ones."""
-        keep: dict[str, Callable[[dict[str, Any]], bool]] = {
-            "metrics.jsonl": lambda row: row["step"] < step,
-            "rollouts.jsonl": lambda row: row["step"] < step,
-            "evals.jsonl": lambda row: row["version"] <= step,
-            "timeline.jsonl": lambda row: True,
-        }
-        for name, wanted in keep.items():
-            path = self.folder / name
-            if not path.exists():
-                continue
-            kept = [line for line, row in read_lines(path) if wanted(row)]
-            write_whole(path, b"".join(kept))
-            if name == "metrics.jsonl":
-                rows: list[dict[str, float | None]] = [json.loads(line) for line in kept]
-                self.rows = [{k: math.nan if v is None else v for k, v in row.items()} for row in rows]
-        _remove(self.folder / "summary.json")
 
     def __enter__(self) -> RunLog:
         """Start the trackers and the view.
@@ -191,7 +134,7 @@ class RunLog:
         flat["step"] = int(row["step"])
         flat["time/wall"] = self.wall_seconds
         self.rows.append(flat)
-        self._append("metrics.jsonl", [flat])
+        append_lines(self.folder / "metrics.jsonl", [flat])
         self._trackers.step(flat)
         shown = "  ".join(text.format(flat[name]) for name, text in CONSOLE if math.isfinite(flat.get(name, math.nan)))
         self._say(f"step {flat['step'] + 1:4d}/{self._steps}  {shown}")
@@ -200,7 +143,7 @@ class RunLog:
 
     def evaluation(self, version: int, row: Mapping[str, float]) -> None:
         """Record an evaluation of one version of the weights. Raises OSError as `step` does."""
-        self._append("evals.jsonl", [{"version": version, **row}])
+        append_lines(self.folder / "evals.jsonl", [{"version": version, **row}])
         self._trackers.step({"step": version, **row})
         values = "  ".join(f"{name.removeprefix('eval/')} {value:.3f}" for name, value in row.items())
         self._say(f"evaluation of version {version}  {values}")
@@ -210,12 +153,12 @@ class RunLog:
     def rollouts(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Record sample rollouts, from `actors.samples`. Raises OSError as `step` does."""
         if records:
-            self._append("rollouts.jsonl", records)
+            append_lines(self.folder / "rollouts.jsonl", records)
             self._trackers.rollouts(records)
 
     def spans(self, spans: Iterable[Span]) -> None:
         """Record who worked when. Raises OSError as `step` does."""
-        self._append("timeline.jsonl", [asdict(span) for span in spans])
+        append_lines(self.folder / "timeline.jsonl", [asdict(span) for span in spans])
 
     def note(self, text: str) -> None:
         """Say what goes on when no step does, such as starting or saving: in the live view only."""
@@ -272,7 +215,7 @@ class RunLog:
             **rest,
             **counts,
         }
-        write_whole(self.folder / "summary.json", _document(summary))
+        write_json(self.folder / "summary.json", summary)
         self._trackers.summary(summary)
         self.note(status)
         return summary
@@ -280,15 +223,6 @@ class RunLog:
     def fail(self, reason: str, status: Status = "failed") -> dict[str, Any]:
         """`finish` for a run that ends in the middle: its loop's time is that of its steps."""
         return self.finish(self.total("time/step") - self._earlier_loop, {}, status=status, reason=reason)
-
-    def _append(self, name: str, records: Sequence[Mapping[str, Any]]) -> None:
-        path, text = self.folder / name, memoryview("".join(map(_line, records)).encode())
-        try:
-            with path.open("ab", buffering=0) as file:
-                while text:
-                    text = text[file.write(text) :]
-        except OSError as error:
-            raise OSError(f"cannot write {path}: {error.strerror}; the run ends here") from error
 
     def _say(self, text: str) -> None:
         if not self._quiet and self._view is None:
@@ -323,74 +257,3 @@ def print_summary(summary: Mapping[str, Any], console: Console | None = None) ->
         if len(values) == len(names) and not (label.startswith(("quarantined", "tracker")) and not any(values)):
             table.add_row(label, " -> ".join(text.format(value) for value in values))
     (console or Console(highlight=False)).print(table)
-
-
-def default_folder(recipe: str) -> Path:
-    """`outputs/<recipe>-<date>-<time>`."""
-    return Path("outputs") / f"{recipe}-{datetime.now():%Y%m%d-%H%M%S}"
-
-
-def is_run(folder: Path) -> bool:
-    """Whether a run wrote this folder: it holds metrics and settings that name their class. A model's folder, which
-    has a `config.json` too, is none."""
-    try:
-        config = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError):
-        return False
-    return isinstance(config, dict) and isinstance(config.get("type"), str) and (folder / "metrics.jsonl").is_file()
-
-
-def read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """The lines of a file that a run wrote, each with its object; a torn last line is left out.
-
-    Raises:
-        ValueError: another line is damaged; names it.
-    """
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):
-                return
-            try:
-                yield line, json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"{path} line {number} is not JSON: {error}; mend it or remove it") from error
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Replace a file in one move, on disk before it is seen: a reader finds the old content or the new one."""
-    part = path.with_name(f".{path.name}.part")
-    try:
-        with part.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    except OSError as error:
-        part.unlink(missing_ok=True)
-        raise OSError(f"cannot write {path}: {error.strerror}") from error
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def _document(value: Any) -> bytes:
-    return (json.dumps(_strict(value), indent=2) + "\n").encode()
-
-
-def _line(row: Mapping[str, Any]) -> str:
-    return json.dumps(_strict(row), separators=(",", ":")) + "\n"
-
-
-def _strict(value: Any) -> Any:
-    """JSON has no number for nan and infinity: null stands for them."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _strict(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_strict(item) for item in value]
-    return value

@@ -24,7 +24,7 @@ from actors.evaluation import evaluate, figures
 from actors.generator import Generator
 from actors.launcher import DEFAULT_TOKENS, check_model, held_out
 from actors.mesh import Meshes
-from actors.metrics import default_folder
+from actors.output import default_folder
 from actors.placement import plan
 from actors.player import Play
 from actors.rollout import RolloutWorker

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from actors.metrics import is_run
+from actors.output import is_run
 
 Row = dict[str, Any]
 

@@ -34,7 +34,8 @@ from actors.config import (
     SyncConfig,
     TrainerConfig,
 )
-from actors.metrics import SHOWN, write_whole
+from actors.metrics import SHOWN
+from actors.output import write_whole
 from actors.settings import plain
 from actors.timeline import Span, chrome_trace
 from losses import DIS, PolicyGradient, PPOClip

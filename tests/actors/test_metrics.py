@@ -16,7 +16,8 @@ import pytest
 from rich.console import Console
 
 from actors.config import LogConfig, RunConfig
-from actors.metrics import LEFT, RunLog, is_run, print_summary, read_lines
+from actors.metrics import RunLog, print_summary
+from actors.output import LEFT, is_run, read_lines
 from actors.settings import restore
 from actors.timeline import Span
 
