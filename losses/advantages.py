@@ -1,10 +1,13 @@
-"""Advantage estimators: plain functions of the rewards of one step, each compared within its group.
+"""Advantage estimators: plain functions of the rewards of one step and of what they are compared within.
 
-Axis legend: `_N` is the rollouts of a step. Computed in float64, so equal rewards give exactly 0.
+GRPO is `group_norm`, Dr.GRPO `group_mean`, RLOO `leave_one_out`, REINFORCE++ `whitened` or `group_mean_whitened`.
+
+Axis legend: `_N` is the rollouts of a step, `_G` its groups. Computed in float64, so equal rewards give exactly 0.
 """
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -26,6 +29,56 @@ def group_norm(rewards_N: Tensor, groups_N: Tensor) -> Tensor:
     squares_G = centred_N.new_zeros(len(size_G)).index_add(0, member_N, centred_N.square())
     std_G = (squares_G / (size_G - 1).clamp(min=1)).sqrt()
     return (centred_N / (std_G[member_N] + 1e-6)).to(rewards_N.dtype)
+
+
+def leave_one_out(rewards_N: Tensor, groups_N: Tensor) -> Tensor:
+    """Reward minus the mean of the others in its group (RLOO, arXiv 2402.14740, eq. 8), which is `group_mean` times
+    G / (G - 1); a group of one gets 0."""
+    centred_N, member_N, size_G = _centred(rewards_N, groups_N)
+    return (centred_N * (size_G / (size_G - 1).clamp(min=1))[member_N]).to(rewards_N.dtype)
+
+
+def whitened(rewards_N: Tensor, groups_N: Tensor) -> Tensor:
+    """Reward minus the mean over all rollouts, over their unbiased standard deviation + 1e-6 (REINFORCE++, arXiv
+    2501.03262), whatever the groups. Every rollout counts once, however long."""
+    return _whitened(rewards_N.double()).to(rewards_N.dtype)
+
+
+def group_mean_whitened(rewards_N: Tensor, groups_N: Tensor) -> Tensor:
+    """`group_mean`, then `whitened` (REINFORCE++ with baseline, arXiv 2501.03262)."""
+    return _whitened(_centred(rewards_N, groups_N)[0]).to(rewards_N.dtype)
+
+
+class RunningMean:
+    """Reward minus the mean of the last `window` rewards that the same dataset row got before this call.
+
+    For one rollout per row, where there is no group (SAO, arXiv 2607.07508, ablation of the critic). It is called once
+    a step, with the number of each rollout's dataset row in place of its group. A row not seen before is compared to
+    the mean of all rewards of the call. Every trainer rank must hold the same state and see the same calls.
+
+    Args:
+        window: rewards remembered of each row.
+        recent: those of an earlier object, to go on with.
+    """
+
+    def __init__(self, window: int = 8, recent: dict[int, list[float]] | None = None) -> None:
+        if window < 1:
+            raise ValueError(f"RunningMean: window must be at least 1, got {window}")
+        self.window = window
+        self.recent: dict[int, list[float]] = {row: list(rewards) for row, rewards in (recent or {}).items()}
+
+    def __call__(self, rewards_N: Tensor, rows_N: Tensor) -> Tensor:
+        rows, rewards = rows_N.tolist(), rewards_N.tolist()
+        start = math.fsum(rewards) / max(1, len(rewards))
+        baseline = [math.fsum(known) / len(known) if (known := self.recent.get(row)) else start for row in rows]
+        for row, reward in zip(rows, rewards, strict=True):
+            self.recent[row] = [*self.recent.get(row, []), reward][-self.window :]
+        return (rewards_N.double() - rewards_N.double().new_tensor(baseline)).to(rewards_N.dtype)
+
+
+def _whitened(values_N: Tensor) -> Tensor:
+    centred_N = values_N - values_N.sum() / max(1, len(values_N))
+    return centred_N / ((centred_N.square().sum() / max(1, len(values_N) - 1)).sqrt() + 1e-6)
 
 
 def _centred(rewards_N: Tensor, groups_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,6 +11,7 @@ from torch.nn.functional import linear, nll_loss
 from torch.utils.checkpoint import checkpoint
 
 from losses.inputs import LossInputs, Terms
+from losses.ratios import rollout_sum
 
 
 class Sums(NamedTuple):
@@ -22,6 +23,8 @@ class Sums(NamedTuple):
     """Detached float64 scalars."""
     tokens: Tensor
     """int64 scalar: tokens that count."""
+    survivors: Tensor
+    """int64 scalar: those of them that the objective did not drop."""
 
 
 def logprobs_and_entropy(
@@ -51,29 +54,42 @@ def _logprobs_and_entropy(
 def neutral(inputs: LossInputs) -> LossInputs:
     """The same inputs with tokens that do not count made harmless, so that no 0 * inf or 0 * nan can arise.
 
-    Masked tokens and those whose behaviour logprob is not finite leave the mask and look on-policy with advantage 0.
+    Masked tokens and those whose behaviour, reference or teacher logprob is not finite leave the mask: their advantage
+    and every logprob become 0. The trainer's own logprobs are left to fail loudly where they count.
     """
     counts_T = inputs.mask_T & inputs.behaviour_T.isfinite()
-    here_T = inputs.logprobs_T.detach()
+    for column_T in (inputs.ref_T, inputs.teacher_T):
+        if column_T is not None:
+            counts_T = counts_T & column_T.isfinite()
+
+    def harmless(column_T: Tensor) -> Tensor:
+        return column_T.where(counts_T, 0.0)
+
     return replace(
         inputs,
         mask_T=counts_T,
-        behaviour_T=inputs.behaviour_T.where(counts_T, here_T),
-        advantages_T=inputs.advantages_T.where(counts_T, 0.0),
-        old_T=None if inputs.old_T is None else inputs.old_T.where(counts_T, here_T),
+        logprobs_T=harmless(inputs.logprobs_T),
+        entropy_T=harmless(inputs.entropy_T),
+        behaviour_T=harmless(inputs.behaviour_T),
+        advantages_T=harmless(inputs.advantages_T),
+        old_T=None if inputs.old_T is None else harmless(inputs.old_T),
+        ref_T=None if inputs.ref_T is None else harmless(inputs.ref_T),
+        teacher_T=None if inputs.teacher_T is None else harmless(inputs.teacher_T),
     )
 
 
-def reduce_terms(terms: Terms, inputs: LossInputs) -> Sums:
+def reduce_terms(terms: Terms, inputs: LossInputs, *, rollout_means: bool = False) -> Sums:
     """Sum the loss and each diagnostic over the tokens that count; `inputs` are those the objective got, `neutral`.
 
-    Tokens outside the mask have exactly zero gradient and enter no sum.
+    Tokens outside the mask have exactly zero gradient and enter no sum. With `rollout_means` a token's loss is divided
+    by the tokens of its rollout that count, so that the loss is a sum of means over rollouts: divide by their number.
 
     Raises:
         ValueError: the objective summed by itself, or gave values of another shape.
     """
     mask_T = inputs.mask_T
-    for name, values_T in {"loss_T": terms.loss_T, **terms.diagnostics_T}.items():
+    kept_T = mask_T if terms.kept_T is None else terms.kept_T
+    for name, values_T in {"loss_T": terms.loss_T, "kept_T": kept_T, **terms.diagnostics_T}.items():
         if values_T.shape != mask_T.shape:
             raise ValueError(
                 f"the objective gave {name} of shape {tuple(values_T.shape)} for {len(mask_T)} tokens: return one "
@@ -83,8 +99,12 @@ def reduce_terms(terms: Terms, inputs: LossInputs) -> Sums:
     def total(values_T: Tensor) -> Tensor:
         return values_T.where(mask_T, 0.0).sum()
 
+    loss_T = terms.loss_T
+    if rollout_means:
+        loss_T = loss_T / rollout_sum(torch.ones_like(inputs.advantages_T), inputs).clamp(min=1)
     return Sums(
-        loss=total(terms.loss_T),
+        loss=total(loss_T),
         diagnostics={name: total(values_T.detach().double()) for name, values_T in terms.diagnostics_T.items()},
         tokens=mask_T.sum(),
+        survivors=(mask_T & kept_T).sum(),
     )
