@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Distill(ReadsTeacher, Composite):
-    """Reverse KL to the teacher as an advantage for any objective: A' = reward A + teacher sg(log pi_teacher - log pi).
+    """Reverse KL to the teacher, as an advantage for any objective.
 
+    A' = reward A + teacher sg(log pi_teacher - log pi).
     Each token is its own episode (discount 0), so the expected gradient is that of KL(pi || teacher) at the places
     that were visited (GLM-5, arXiv 2602.15763, cross-stage distillation). The log ratio is limited to +-20.
     """

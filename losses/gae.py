@@ -43,7 +43,7 @@ def gae(
         action_T: bool: tokens that the policy drew.
         segment_T: int64: number of the token's rollout, below N.
         lambda_N: trace decay of each rollout.
-        bootstrap_N: value after the last action: 0 for episodes that ended, the critic's for truncated ones. Default 0.
+        bootstrap_N: value after the last action: 0 for episodes that ended, the critic's for cut ones. Default 0.
 
     Raises:
         ValueError: a token that is no action has a reward, which would be lost.
