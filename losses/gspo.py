@@ -34,8 +34,8 @@ class GSPO(ReadsOld):
         check_clips(self, self.clip_low, self.clip_high)
 
     def __call__(self, inputs: LossInputs) -> Terms:
-        logprobs_T = inputs.logprobs_T
-        mean_T = rollout_mean(log_ratio(logprobs_T, anchor(inputs)), inputs)
+        log_T = log_ratio(inputs.logprobs_T, anchor(inputs))
+        mean_T = rollout_mean(log_T, inputs)
         if self.level == "token":
-            mean_T = mean_T.detach() + logprobs_T - logprobs_T.detach()
+            mean_T = mean_T.detach() + log_T - log_T.detach()
         return clipped(mean_T.exp(), inputs.advantages_T, 1 - self.clip_low, 1 + self.clip_high)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields, is_dataclass
 
 import torch
 from torch import Tensor
@@ -60,6 +61,16 @@ def inputs_of(
         ref_T=None if ref is None else column(ref),
         teacher_T=None if teacher is None else column(teacher),
     )
+
+
+def label(objective: object) -> str:
+    """Short name of an objective in a test's id: its class and what differs from the default."""
+    if not is_dataclass(objective) or isinstance(objective, type):
+        return str(objective)
+    default = type(objective)()
+    changed = {f.name: getattr(objective, f.name) for f in fields(objective)}
+    changed = {name: value for name, value in changed.items() if value != getattr(default, name)}
+    return f"{type(objective).__name__}({', '.join(f'{name}={label(value)}' for name, value in changed.items())})"
 
 
 def loss_and_gradient(objective: Objective, inputs: LossInputs) -> tuple[float, list[float]]:

@@ -49,6 +49,7 @@ from tests.losses.tables import (
     OBJECTIVES,
     SEGMENTS,
     inputs_of,
+    label,
     log_of,
     loss_and_gradient,
 )
@@ -207,7 +208,7 @@ def test_kimi_table() -> None:
 
 
 def test_dppo_table() -> None:
-    """Probabilities .3679 -> .3679, .1353 -> .1624, .4966 -> .7449, .7408 -> .3704, .2231 -> .2008 (behaviour -> trainer).
+    """Probabilities, from behaviour: .3679 -> .3679, .1353 -> .1624, .4966 -> .7449, .7408 -> .3704, .2231 -> .2008.
 
     d = 0, +.0271, +.2483, -.3704, -.0223. tv 0.2 drops token 2 (A > 0, d > 0.2) and 3 (A < 0, d < -0.2):
     loss = -(1 - 2.4 + 1.8) + 0.001 * 0.6891969562 = -0.3993108030, gradient -rA [kept] + 0.002 log r.
@@ -334,7 +335,7 @@ DIFFERENTIABLE = [
 ]
 
 
-@pytest.mark.parametrize("objective", DIFFERENTIABLE, ids=repr)
+@pytest.mark.parametrize("objective", DIFFERENTIABLE, ids=label)
 def test_gradcheck(objective: Objective) -> None:
     """Where no stop-gradient of the logprobs enters, autograd agrees with differences of the values."""
     inputs = inputs_of(
@@ -384,7 +385,7 @@ ON_POLICY = [
 ]
 
 
-@pytest.mark.parametrize("objective", ON_POLICY, ids=repr)
+@pytest.mark.parametrize("objective", ON_POLICY, ids=label)
 @pytest.mark.parametrize("with_old", [False, True])
 def test_all_agree_on_policy(objective: Objective, with_old: bool) -> None:
     """At pi = old = behaviour every objective's gradient is -A; per-rollout ones with one advantage per rollout."""
@@ -503,7 +504,7 @@ def test_marks_show_through_what_is_composed() -> None:
     assert reads(OnlineDPO(), WholeGroups) and reads(OnlineDPO(), ReadsReference)
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES, ids=repr)
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=label)
 def test_objectives_are_picklable_values(objective: Objective) -> None:
     assert pickle.loads(pickle.dumps(objective)) == objective
     assert hash(objective) == hash(pickle.loads(pickle.dumps(objective)))
