@@ -24,7 +24,7 @@ from actors.batching import Advantage, Microbatch, advantages, load, pack, plan
 from actors.config import TrainerConfig
 from actors.types import Probe, StepReport, Taken
 from actors.weights import box_of
-from losses.inputs import LossInputs, Objective, ReadsOld
+from losses.inputs import LossInputs, Objective, ReadsOld, reads
 from losses.ops import neutral, reduce_terms
 
 log = logging.getLogger(__name__)
@@ -119,7 +119,7 @@ class Training:
             )
         ]
         updates = [[m.to(self.device) for m in load(taken, piece, advantage)] for piece in pieces]
-        reads_old = isinstance(self.objective, ReadsOld) and len(updates) > 1
+        reads_old = reads(self.objective, ReadsOld) and len(updates) > 1
         old = [[self._score(m) if reads_old else None for m in microbatches] for microbatches in updates]
         sums: Counter[str] = Counter()
         peaks = torch.zeros(2, dtype=torch.float64, device=self.device)

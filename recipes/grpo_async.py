@@ -10,7 +10,22 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from actors import RunConfig, Sampling, command_line, launch
-from losses import DIS, PolicyGradient, PPOClip, group_mean, group_norm
+from losses import (
+    CISPO,
+    DIS,
+    DPPO,
+    GSPO,
+    TOPR,
+    Corrected,
+    Kimi15,
+    PolicyGradient,
+    PPOClip,
+    group_mean,
+    group_mean_whitened,
+    group_norm,
+    leave_one_out,
+    whitened,
+)
 from recipes.adapters.reasoning_gym import ReasoningGym
 from recipes.adapters.verifiers import Verifiers
 from recipes.tasks.addition import Addition
@@ -20,6 +35,7 @@ from recipes.tasks.modmix import Modmix
 from recipes.tasks.scratchpad import Scratchpad
 
 Tasks = Addition | Modmix | Calculator | Dataset | ReasoningGym | Verifiers
+Losses = DIS | PPOClip | PolicyGradient | CISPO | GSPO | TOPR | Kimi15 | DPPO | Corrected
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,13 +44,19 @@ class Config(RunConfig):
 
     task: Tasks = field(default_factory=Addition)
     """What to learn."""
-    loss: DIS | PPOClip | PolicyGradient = field(default_factory=DIS)
+    loss: Losses = field(default_factory=DIS)
     """Objective."""
-    advantage: Literal["group_norm", "group_mean"] = "group_norm"
+    advantage: Literal["group_norm", "group_mean", "leave_one_out", "whitened", "group_mean_whitened"] = "group_norm"
     """How rewards become advantages."""
 
 
-ADVANTAGES = {"group_norm": group_norm, "group_mean": group_mean}
+ADVANTAGES = {
+    "group_norm": group_norm,
+    "group_mean": group_mean,
+    "leave_one_out": leave_one_out,
+    "whitened": whitened,
+    "group_mean_whitened": group_mean_whitened,
+}
 
 
 def of_task(task: Tasks, model: str | None, sampling: Sampling) -> tuple[str | None, Sampling]:
