@@ -25,8 +25,8 @@ class Corrections:
     """
 
     token_cap: float | None = None
-    """Weigh each token by min(rho, cap): truncated importance sampling. 2 is common, 5 in AReaL's decoupled PPO (arXiv
-    2505.24298)."""
+    """Weigh each token by min(rho, cap): truncated importance sampling. 2 is common, 5 in the decoupled PPO of AReaL
+    (arXiv 2505.24298)."""
     token_band: Band | None = None
     """Weigh each token by rho within this closed band, by 0 outside: IcePop. 0.5 5 is common, GLM-5 has 0.5 2."""
     sequence_cap: float | None = None
@@ -38,8 +38,8 @@ class Corrections:
     k3_reject: float | None = None
     """Drop rollouts whose mean of rho - 1 - log rho is above this, such as 0.005."""
     opsm: float | None = None
-    """Drop tokens with a negative advantage in rollouts whose mean of log(pi_behaviour / pi) is above this, such as
-    1e-4: off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556). Always the current pi."""
+    """Drop tokens with a negative advantage in rollouts whose mean of log(pi_behaviour / pi) is above this, say 1e-4:
+    off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556). Always the current pi."""
     max_staleness: int | None = None
     """Drop tokens more versions old than this."""
 
