@@ -96,6 +96,7 @@ ALL_CORRECTIONS = [
     Corrections(token_cap=1.3),
     Corrections(token_cap=INF),
     Corrections(token_band=(0.5, 2.0)),
+    Corrections(token_band=(0.2, INF)),
     Corrections(sequence_cap=1.5),
     Corrections(sequence_reject=1.5),
     Corrections(geometric_band=(0.7, 1.4)),

@@ -536,12 +536,18 @@ def test_masked_by_side_and_sign() -> None:
 
 
 def test_survivors_are_counted() -> None:
-    """Of five tokens one is masked and DIS drops 1.5 and 0.5: four count, two survive. PPO drops none."""
+    """Of five tokens one is masked and DIS drops 1.5 and 0.5: four count, two survive. PPO drops none.
+
+    A rejection of the last, too stale, leaves one of DIS's two.
+    """
     used = neutral(inputs_of(LOGPROBS, BEHAVIOUR, ADVANTAGES, [False, True, True, True, True]))
     sums = reduce_terms(DIS()(used), used)
     assert (sums.tokens.item(), sums.survivors.item()) == (4, 2)
     sums = reduce_terms(PPOClip()(used), used)
     assert (sums.tokens.item(), sums.survivors.item()) == (4, 4)
+    stale = replace(used, staleness_T=torch.tensor([0, 0, 0, 0, 9]))
+    rejecting = Corrected(base=DIS(), corrections=Corrections(max_staleness=8))
+    assert reduce_terms(rejecting(stale), stale).survivors.item() == 1
 
 
 def test_rollout_means() -> None:
