@@ -10,6 +10,7 @@ import torch
 
 from losses import DIS, Corrected, Corrections, KLPenalty, PolicyGradient, PPOClip
 from losses.ops import neutral, reduce_terms
+from losses.ratios import rollout_mean, rollout_sum
 from tests.losses.tables import (
     ADVANTAGES,
     BEHAVIOUR,
@@ -98,6 +99,15 @@ def test_long_products_do_not_overflow() -> None:
     assert Corrections(sequence_reject=1e300)(inputs)[0].eq(0).all()
     assert Corrections(sequence_cap=7.0)(inputs)[0].eq(7.0).all()
     assert Corrections(sequence_cap=INF)(inputs)[0].eq(0).all(), "at the limit without a cap: no weight"
+
+
+def test_rollouts_are_summed_in_float64() -> None:
+    """2^24 + 1 - 2^24 is 0 in float32, the mean of the three 1/3; the other rollout and the masked token stay out."""
+    inputs = inputs_of([0.0] * 5, [0.0] * 5, [0.0] * 5, [True, True, True, False, True], segments=[0, 0, 1, 0, 0])
+    values_T = torch.tensor([2.0**24, 1.0, 5.0, 9.0, -(2.0**24)])
+    assert rollout_sum(values_T, inputs).tolist() == [1.0, 1.0, 5.0, 1.0, 1.0]
+    assert rollout_mean(values_T, inputs).tolist() == pytest.approx([1 / 3, 1 / 3, 5.0, 1 / 3, 1 / 3], rel=1e-7)
+    assert rollout_sum(values_T, inputs).dtype == torch.float32
 
 
 def test_a_weight_anchors_the_base_at_old() -> None:

@@ -560,6 +560,9 @@ def test_rollout_means() -> None:
     sums = reduce_terms(PolicyGradient()(used), used, rollout_means=True)
     assert sums.loss.item() == pytest.approx(0.3613157955, abs=1e-9)
     assert torch.autograd.grad(sums.loss, logprobs)[0].tolist() == [-0.5, 1.0, -0.25, 0.0, -1.0]
+    none = replace(used, mask_T=torch.tensor([True, True, False, False, False]))  # of the second rollout
+    sums = reduce_terms(PolicyGradient()(none), none, rollout_means=True)
+    assert torch.autograd.grad(sums.loss, logprobs)[0].tolist() == [-0.5, 1.0, 0.0, 0.0, 0.0]
 
 
 def test_ppo_prefers_the_old_pass() -> None:
