@@ -8,15 +8,17 @@ import json
 import logging
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import tyro
+from monarch.actor import ActorError
 
 from actors.config import RunConfig
-from actors.mesh import cause, first_of
+from actors.mesh import TRACEBACK, cause, first_of
 from actors.metrics import print_summary
 from actors.run import Stopped
 from actors.settings import restore
@@ -28,8 +30,9 @@ def command_line(
     config: type[C],
     train: Callable[[C], Coroutine[Any, Any, dict[str, Any]]],
     show: Callable[[dict[str, Any]], None] = print_summary,
+    default: C | None = None,
 ) -> None:
-    """Parse flags into `config`, run `train` to its end and show what it returns.
+    """Parse flags into `config`, or onto `default`, run `train` to its end and show what it returns.
 
     With `--resume`, what no flag says is as `config.json` of the output folder has it. Bad settings exit with 1 or 2
     and one line; a failed run with its cause in one line, then the traceback; a run that a signal ended with 128 + its
@@ -38,12 +41,9 @@ def command_line(
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", force=True)
     program = Path(sys.argv[0]).stem
     try:
-        default = earlier(config, sys.argv[1:])
-        flags = (tyro.conf.CascadeSubcommandArgs,)
-        # tyro tells no default from None.
-        settings = (
-            tyro.cli(config, config=flags) if default is None else tyro.cli(config, config=flags, default=default)
-        )
+        default = earlier(config, sys.argv[1:]) or default
+        known: dict[str, Any] = {} if default is None else {"default": default}  # to tyro, None is a default
+        settings = tyro.cli(config, prog=typed(), config=(tyro.conf.CascadeSubcommandArgs,), **known)
         summary = asyncio.run(train(settings))
     except (ValueError, OSError) as error:
         sys.exit(f"{program}: {error}")
@@ -55,11 +55,28 @@ def command_line(
         if isinstance(first, Stopped):
             print(f"{program}: {first}", file=sys.stderr)
             sys.exit(128 + first.signal)
-        print(f"{program}: {cause(error)}", file=sys.stderr)
-        raise
+        line = f"{program}: {cause(error)}"
+        print(line, trace(error), line, sep="\n", file=sys.stderr)  # the traceback may scroll the first one away
+        sys.exit(1)
     show(summary)
     if summary.get("status") == "stopped":
         sys.exit(128 + signal.Signals[summary["reason"].split()[0]])
+
+
+def typed() -> str:
+    """How this program was started, as a user would type it again."""
+    spec = sys.modules["__main__"].__spec__
+    return f"python {sys.argv[0]}" if spec is None else f"python -m {spec.name}"
+
+
+def trace(error: BaseException) -> str:
+    """The traceback of the first error of a group. One that crossed processes carries those of all of them."""
+    _, first = first_of(error)
+    if TRACEBACK in str(first):
+        return str(first)
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return str(error) if isinstance(error, ActorError) else "".join(traceback.format_exception(error))
 
 
 def earlier(config: type[C], arguments: Sequence[str]) -> C | None:

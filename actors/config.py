@@ -201,7 +201,7 @@ class LogConfig:
     """What a run shows and writes besides its own files."""
 
     to: tuple[Tracker, ...] = ()
-    """Trackers that get every metric too, each through its own library (`pip install 'meshrl[log]'`)."""
+    """Trackers that get every metric too, each through its own library (`pip install -e '.[log]'`)."""
     project: str = "meshrl"
     """Name of the project at the trackers."""
     rollouts: int = 1
@@ -237,6 +237,8 @@ class EvalConfig:
     """Completions per row."""
     temperature: float = 0.0
     """Of these completions; 0 is greedy."""
+    solved: float = 0.5
+    """Reward from which on a completion counts as right in pass@k."""
 
     def __post_init__(self) -> None:
         require("eval", 0, every=self.every, temperature=self.temperature)

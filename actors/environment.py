@@ -92,8 +92,9 @@ class Task(Protocol):
 class Checked(Protocol):
     """What a task has besides, if it can tell before anything starts that it will not work."""
 
-    def check(self, model: str) -> None:
-        """Raise ValueError or OSError with one line if rows or rewards cannot work with the model of this folder."""
+    def check(self, model: str, room: int | None) -> None:
+        """Raise ValueError or OSError with one line if rows or rewards cannot work with the model of this folder, or
+        a prompt has more than `room` tokens (None is no bound)."""
         ...
 
 

@@ -136,7 +136,7 @@ async def episode_errors(where: str, deadline: float) -> AsyncIterator[None]:
         if task.cancelling():
             raise
         raise EpisodeError(f"environment {where} cancelled itself") from error
-    except (Exception, SystemExit) as error:  # a SystemExit would end the actor's event loop without a word
+    except (Exception, SystemExit, KeyboardInterrupt) as error:  # the last two would end the actor's event loop
         text = "not done when the group's time (--rollout.timeout) was up" if limit.expired() else repr(error)
         raise EpisodeError(f"environment {where}: {text}") from error
 

@@ -9,9 +9,6 @@ from typing import Any
 
 from actors.types import Judged, Sampling
 
-SOLVED = 1.0
-"""Reward from which on a completion counts as right."""
-
 
 async def evaluate(
     workers: Any, generators: Sequence[Any], *, rows: int, version: int, samples: int, sampling: Sampling
@@ -43,12 +40,13 @@ async def _share(worker: Any, *arguments: Any) -> list[Judged]:
     return judged
 
 
-def figures(judged: Sequence[Judged], samples: int) -> dict[str, float]:
+def figures(judged: Sequence[Judged], samples: int, solved: float) -> dict[str, float]:
     """Figures of an evaluation.
 
     `eval/reward` is the mean over all rollouts and `eval/reward_error` its standard error over rows, `eval/pass@k` for
-    k = 1, 2, 4, ... up to `samples`, `eval/length` and `eval/truncated` are means, `eval/failed` counts rollouts that
-    got no reward, `eval/reward_<part>` is the mean of a part of the reward. A figure of nothing is nan.
+    k = 1, 2, 4, ... up to `samples` counts a reward of `solved` or more as right, `eval/length` and `eval/truncated`
+    are means, `eval/failed` counts rollouts that got no reward, `eval/reward_<part>` is the mean of a part of the
+    reward. A figure of nothing is nan.
     """
     rollouts = [rollout for row in judged for rollout in row.rollouts]
     means = [_mean([r.reward for r in row.rollouts]) for row in judged if row.rollouts]
@@ -63,7 +61,7 @@ def figures(judged: Sequence[Judged], samples: int) -> dict[str, float]:
     k = 1
     while k <= samples:
         rows = [
-            pass_at_k(len(row.rollouts), sum(r.reward >= SOLVED for r in row.rollouts), k)
+            pass_at_k(len(row.rollouts), sum(r.reward >= solved for r in row.rollouts), k)
             for row in judged
             if len(row.rollouts) >= k
         ]

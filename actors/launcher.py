@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import json
 import os
 import signal
 import sys
@@ -15,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from monarch.spmd import setup_torch_elastic_env_async
 
-from actors.buffer import ReplayBuffer, Restored
+from actors.buffer import BOOKS, ReplayBuffer, Restored
 from actors.checkpoint import BUFFER, MODEL, TRAINER, Checkpoints
-from actors.config import NativeEngine, RunConfig, Sampling
+from actors.config import GeneratorConfig, NativeEngine, RunConfig, Sampling
 from actors.environment import Checked, HeldOut, Task
 from actors.generator import Generator
 from actors.mesh import Meshes, cause
@@ -39,8 +40,10 @@ if TYPE_CHECKING:
     from actors.batching import Advantage
     from losses.inputs import Objective
 
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that end a run in order: Ctrl-C, a scheduler, a terminal that was closed."""
 DEFAULT_TOKENS = 256
-"""Most tokens of a completion where neither a setting nor the task says it."""
+"""Most tokens of a completion where neither a setting, nor the task, nor the engine's context says it."""
 
 
 def resolve(config: RunConfig) -> RunConfig:
@@ -49,13 +52,41 @@ def resolve(config: RunConfig) -> RunConfig:
     Synchronous training (`max_staleness` 0) runs the engine deterministically, with one slot per member of a step, so
     that it repeats to the bit.
     """
-    if not config.sampling.max_tokens:
-        config = replace(config, sampling=replace(config.sampling, max_tokens=DEFAULT_TOKENS))
+    sampling = resolve_sampling(config.sampling, config.generator)
+    config = replace(config, sampling=sampling)
     engine, p = config.generator.engine, config.buffer.groups_per_step
     if config.buffer.max_staleness == 0 and isinstance(engine, NativeEngine):
         per_replica = -(-p // config.generator.replicas) * config.group_size
         engine = replace(engine, deterministic=True, slots=per_replica)
     return replace(config, generator=replace(config.generator, engine=engine))
+
+
+def context_of(generator: GeneratorConfig) -> int | None:
+    """Most tokens of one rollout that the engine has room for; None is no bound."""
+    return generator.engine.max_length if isinstance(generator.engine, NativeEngine) else None
+
+
+def resolve_sampling(sampling: Sampling, generator: GeneratorConfig) -> Sampling:
+    """Without a limit from flag or task a completion gets half of the engine's context.
+
+    Raises:
+        ValueError: no prompt would fit beside it.
+    """
+    context = context_of(generator)
+    tokens = sampling.max_tokens or (DEFAULT_TOKENS if context is None else context // 2)
+    if context is not None and tokens >= context:
+        raise ValueError(
+            f"--sampling.max-tokens {tokens} leaves no room for a prompt in the engine's context of {context}: raise "
+            "--generator.engine.max-length"
+        )
+    return replace(sampling, max_tokens=tokens)
+
+
+def check_task(task: Task, model: str, sampling: Sampling, generator: GeneratorConfig) -> None:
+    """Let the task look for what would fail later; raises as `Checked.check`."""
+    if isinstance(task, Checked):
+        context = context_of(generator)
+        task.check(model, None if context is None else context - sampling.max_tokens)
 
 
 def check_model(model: str | None, sampling: Sampling) -> list[Path]:
@@ -86,13 +117,20 @@ def check(config: RunConfig, task: Task) -> tuple[Placement, int]:
         ValueError, OSError: settings contradict each other, do not fit the machine, or name files that are not there.
     """
     files = check_model(config.model, config.sampling)
-    if isinstance(task, Checked):
-        assert config.model is not None
-        task.check(config.model)
+    assert config.model is not None
+    check_task(task, config.model, config.sampling, config.generator)
     if task.rows is not None and task.rows < 1:
         raise ValueError(f"the task has {task.rows} rows to train on: give it at least one")
+    if config.epochs is not None and task.rows is None:
+        raise ValueError("--epochs needs rows that can be counted, and this task is an endless stream: leave it out")
     if config.eval.every and held_out(task) < 1:
-        raise ValueError("--eval.every needs held-out rows and this task keeps none: see the task's flags")
+        raise ValueError(
+            "--eval.every needs held-out rows and this task keeps none: give it some (--task.held-out), or the class "
+            "held_out_rows and held_out_row(i)"
+        )
+    needed = config.trainer.ranks + (config.generator.replicas + (config.eval.every > 0)) * config.generator.tp
+    if 0 < config.gpus < needed:
+        raise ValueError(f"--gpus {config.gpus}: trainer and generators need {needed} devices in all")
     placement = plan(
         config.generator, config.trainer, config.rollout, evaluator=config.eval.every > 0, gpus=config.gpus
     )
@@ -129,7 +167,7 @@ async def launch(config: RunConfig, *, task: Task, loss: Objective, advantage: A
     output = config.output_dir or default_folder(Path(sys.argv[0]).stem)
     async with AsyncExitStack() as stack:
         stack.enter_context(held(output))
-        origin = find_checkpoint(output, config) if config.resume else None
+        origin = find_checkpoint(output, config, task) if config.resume else None
         stop = stack.enter_context(signals())
         folder = RunFolder.create(room)
         stack.callback(folder.close)
@@ -187,19 +225,33 @@ class Origin:
     version: int
 
 
-def find_checkpoint(output: Path, config: RunConfig) -> Origin:
+def find_checkpoint(output: Path, config: RunConfig, task: Task) -> Origin:
     """The newest checkpoint of an earlier run; what was best after it is forgotten.
 
     Raises:
-        ValueError: there is none, or it has all steps already.
+        ValueError: there is none, it is damaged, has all steps already, or is of other data.
     """
     checkpoints = Checkpoints(output / "checkpoints", config.save.keep)
     path = checkpoints.newest()
     if path is None:
         raise ValueError(f"{output} has no complete checkpoint to resume: start anew with --overwrite")
-    version = int(checkpoints.read(path)["step"])
+    remedy = f"remove {path} to go on from the checkpoint before it"
+    for part in (TRAINER, BUFFER, MODEL):
+        if not (path / part).is_dir():
+            raise ValueError(f"{path} lacks its folder {part}: {remedy}")
+    try:
+        version = int(checkpoints.read(path)["step"])
+        books = json.loads((path / BUFFER / BOOKS).read_text())
+        rows, seed = books["rows"], books["seed"]
+    except (KeyError, TypeError, OSError) as error:
+        raise ValueError(f"{path} is damaged ({error!r}): {remedy}") from error
     if version >= config.steps:
         raise ValueError(f"{path} has all {config.steps} steps already: raise --steps to go on")
+    if (rows, seed) != (task.rows, config.seed):
+        raise ValueError(
+            f"{path} is of a run over {rows} rows with seed {seed}, this one has {task.rows} rows and seed "
+            f"{config.seed}: its tickets would name other rows"
+        )
     checkpoints.rewind(version)
     return Origin(path=path, version=version)
 
@@ -238,7 +290,7 @@ def noted(log: RunLog, stop: asyncio.Future[signal.Signals]) -> Iterator[None]:
 
 @contextmanager
 def signals() -> Iterator[asyncio.Future[signal.Signals]]:
-    """Give the first SIGINT or SIGTERM as a future; the second one cancels the present task."""
+    """Give the first of these signals as a future; the second one cancels the present task."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
     stop: asyncio.Future[signal.Signals] = loop.create_future()
@@ -249,12 +301,12 @@ def signals() -> Iterator[asyncio.Future[signal.Signals]]:
         else:
             stop.set_result(number)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in ENDING:
         loop.add_signal_handler(number, caught, number)
     try:
         yield stop
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in ENDING:
             loop.remove_signal_handler(number)
 
 
@@ -311,7 +363,7 @@ async def spawn(
         folder=folder,
         fixed_routes=config.buffer.max_staleness == 0,
         timeout=config.rollout.timeout,
-        context=engine.max_length if isinstance(engine, NativeEngine) else None,
+        context=context_of(config.generator),
         most=max(1, config.buffer.groups_per_step // config.rollout.workers),
     )
     workers = meshes.spawn(placement.workers).spawn("worker", RolloutWorker, play, buffer, serving)

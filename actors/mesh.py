@@ -22,6 +22,8 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """mallopt's option numbers, from glibc's malloc.h."""
 NAME_SECONDS = 3.0
 """How long a death waits for the report that names one of our actors; each mesh is asked once a second or so."""
+TRACEBACK = "Traceback (most recent call last)"
+"""Begins a traceback in an error's text."""
 STOP_SECONDS = 20.0
 """Longest wait for one mesh to stop; eight processes need about eight seconds."""
 
@@ -108,7 +110,7 @@ class Meshes:
 def cause(error: BaseException) -> str:
     """One line on the first error of a group: its text up to a traceback in it; of an actor's error also the call."""
     calls, error = first_of(error)
-    text = str(error).partition("Traceback (most recent call last)")[0]
+    text = str(error).partition(TRACEBACK)[0]
     return f"{calls}{type(error).__name__}: {' '.join(text.split())[:400]}"
 
 

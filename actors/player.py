@@ -164,7 +164,9 @@ class Player:
             async with episode_errors("step", deadline):
                 with self._spans("score"):
                     outcome = await environment.step(self._tokenizer.decode(completion.tokens), completion.finish)
-                observation = None if outcome.observation is None else self._tokenizer.encode(outcome.observation)
+                observation = None
+                if outcome.observation is not None:  # in a thread: a long one would keep the worker from answering
+                    observation = await asyncio.to_thread(self._tokenizer.encode, outcome.observation)
                 full = observation is not None and self._full(len(stream) + len(completion.tokens) + len(observation))
                 stream.act(completion, outcome, "length" if full else completion.finish)
             if observation is None or full:

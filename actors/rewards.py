@@ -88,8 +88,12 @@ class Rewards:
         Raises:
             RewardError: a function failed; its traceback is in the text.
         """
-        arguments = {**row, "prompt": prompt, "completion": completion, "finish": finish}
-        futures = [self._schedule(i, arguments) for i in range(len(self.functions))]
+        try:
+            sent = pickle.dumps({**row, "prompt": prompt, "completion": completion, "finish": finish})
+        except Exception as error:  # whatever the objects of a row raise
+            why = f"{type(error).__name__}: {error}"
+            raise RewardError(f"rewards {', '.join(self.names)}: the row cannot be sent to a scorer: {why}") from None
+        futures = [self._schedule(i, sent) for i in range(len(self.functions))]
         scores, total = {}, 0.0
         try:
             for name, weight, future in zip(self.names, self.weights or (1.0,) * len(futures), futures, strict=True):
@@ -103,12 +107,12 @@ class Rewards:
                 future.cancel()
         return {"reward": total, **scores}
 
-    def _schedule(self, index: int, arguments: dict[str, Any]) -> Future[dict[str, float] | str]:
+    def _schedule(self, index: int, row: bytes) -> Future[dict[str, float] | str]:
         pool = _pools.get(self)
         if pool is None or not pool.active:
             self.close()  # a pool breaks when a scorer dies outside a call
             pool = _pools[self] = _start(self.functions, self.scorers)
-        return pool.schedule(scorer.score, (index, arguments), timeout=self.deadline)
+        return pool.schedule(scorer.score, (index, row), timeout=self.deadline)
 
     async def _answer(self, name: str, future: Future[dict[str, float] | str]) -> dict[str, float]:
         """What a function gave, or why it gave nothing."""
@@ -121,8 +125,8 @@ class Rewards:
             raise RewardError(f"reward {name}: its process died with exit code {error.exitcode}") from None
         except BrokenProcessPool as error:
             raise RewardError(f"reward {name}: a scorer died outside a call ({error})") from None
-        except (pickle.PicklingError, TypeError, AttributeError) as error:
-            raise RewardError(f"reward {name}: the row cannot be sent to a scorer: {error}") from None
+        except Exception as error:
+            raise RewardError(f"reward {name}: its scorer failed: {type(error).__name__}: {error}") from error
         if isinstance(answer, str):
             raise RewardError(f"reward {name}: {answer}")
         return answer

@@ -29,6 +29,8 @@ from actors.types import Probe, StepReport, Taken
 
 log = logging.getLogger(__name__)
 
+FLAT_STEPS = 5
+"""Steps without different rewards before a warning."""
 STOP_SECONDS = 5.0
 """After a signal, how long the step in progress may take to end."""
 
@@ -112,6 +114,8 @@ class Run:
         self._stats: list[Stats] = []
         self._wait = 0.0
         """Seconds that the trainer waited for the present batch."""
+        self._flat = 0
+        """Steps in a row whose groups all had equal rewards."""
 
     # The loop's verbs
 
@@ -215,8 +219,19 @@ class Run:
         self._stats = stats
         row["perf/generated_tokens"] = sum(new.tokens - last.tokens for new, last in zip(stats, old, strict=True))
         row["idle/generator"] = 1 - _busy(stats, old)
+        self._look(row)
         self.log.step(row)
         self.log.spans([span for spans in await self._read_spans() for span in spans])
+
+    def _look(self, row: dict[str, float]) -> None:
+        """Say so when the rewards give nothing to learn from."""
+        self._flat = self._flat + 1 if row["reward/zero_variance"] == 1 else 0
+        if self._flat == FLAT_STEPS:
+            log.warning(
+                "in the last %d steps no group had different rewards, so nothing is learnt: look at the rollouts with "
+                "recipes.view, at the reward, at --sampling.temperature and --group-size",
+                FLAT_STEPS,
+            )
 
     async def _save(self) -> None:
         """Begin a checkpoint of the version that the trainer holds."""
@@ -253,7 +268,7 @@ class Run:
                 samples=settings.samples,
                 sampling=replace(self.config.sampling, temperature=settings.temperature),
             )
-        found = figures(judged, settings.samples)
+        found = figures(judged, settings.samples, settings.solved)
         self.log.evaluation(version, found)
         best = self._checkpoints.best()
         if version and (best is None or found["eval/reward"] > best.value):

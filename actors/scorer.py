@@ -20,6 +20,8 @@ from typing import Any, SupportsFloat
 
 PR_SET_PDEATHSIG = 1
 """prctl's option number, from Linux's sys/prctl.h."""
+LONGEST = 20_000
+"""Characters of an error's text; of a longer one the middle is left out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +45,7 @@ class FromFile:
             raise ValueError(f"{text!r} names no reward function: write file.py:function")
         return cls(path=str(Path(path).absolute()), function=function)
 
-    def load(self) -> Callable[..., Any]:
+    def load(self) -> Callable[..., Any] | batched:
         """Run the file and return the function.
 
         Raises:
@@ -59,9 +61,9 @@ class FromFile:
         sys.path.append(str(path.parent))
         spec.loader.exec_module(module)
         function = vars(module).get(self.function)
-        if not callable(function):
+        if not callable(function) and not isinstance(function, batched):
             raise ValueError(f"{self.path} has no function {self.function!r}")
-        loaded: Callable[..., Any] = function
+        loaded: Callable[..., Any] | batched = function
         return loaded
 
 
@@ -118,7 +120,10 @@ class _Loaded:
 
     def missing(self, names: Set[str]) -> str | None:
         """Why it cannot be called with arguments of these names."""
-        if absent := sorted(self.needs - names):
+        absent = sorted(self.needs - names)
+        if plural := [name for name in absent if name in ("prompts", "completions") and not self.lists]:
+            return f"it takes {plural[0]!r}, lists as TRL's functions do: wrap it, f = actors.batched(f)"
+        if absent:
             return f"it takes {absent[0]!r}, which is not there: there are {', '.join(sorted(names))}"
         return None
 
@@ -147,13 +152,13 @@ def begin(functions: bytes, count: int, parent: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # pebble's handler waits for code that holds the interpreter
     try:
         given: tuple[Function, ...] = pickle.loads(functions)
-    except Exception as error:
+    except BaseException as error:
         _loaded.extend([f"not loaded: {_line(error)}"] * count)
         return
     for function in given:
         try:
             _loaded.append(_Loaded(function))
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             _loaded.append(_line(error, function.path if isinstance(function, FromFile) else None))
 
 
@@ -169,29 +174,41 @@ def problems(columns: tuple[str, ...] | None) -> list[str | None]:
     return found
 
 
-def score(index: int, arguments: dict[str, Any]) -> dict[str, float] | str:
+def score(index: int, row: bytes) -> dict[str, float] | str:
     """Call function `index`; its numbers by name, empty if it does not apply, or a text that says why there are none.
 
-    Exceptions stay here: their classes may be unknown outside.
+    Nothing is raised, not even KeyboardInterrupt: the classes of exceptions may be unknown outside.
+
+    Args:
+        index: in the functions that `begin` loaded.
+        row: the pickle of a call's arguments by name.
     """
     loaded = _loaded[index]
     if isinstance(loaded, str):
         return loaded
+    try:
+        arguments = pickle.loads(row)
+    except BaseException as error:
+        return f"the row cannot be read in a scorer: {_line(error)}"
     if loaded.lists:
         arguments = loaded.lists(arguments)
     if why := loaded.missing(arguments.keys()):
         return why
     try:
         value = loaded(arguments)
-    except (Exception, SystemExit) as error:
-        return f"{_line(error)}\n{_trace(error)}"
-    if loaded.lists:
-        if not isinstance(value, list | tuple) or len(value) != 1:
-            return f"it returned {value!r:.80}: a list with one reward was expected"
-        if value[0] is None:
-            return {}
-        value = value[0]
-    return _numbers(value)
+    except BaseException as error:
+        return _cut(f"{_line(error)}\n{_trace(error)}")
+    try:
+        return _cut(_only(value) if loaded.lists else _numbers(value))
+    except BaseException as error:
+        return _cut(f"what it returned, a {type(value).__name__}, cannot be read: {_line(error)}\n{_trace(error)}")
+
+
+def _only(values: Any) -> dict[str, float] | str:
+    """The numbers of a list of one."""
+    if not isinstance(values, list | tuple) or len(values) != 1:
+        return f"it returned {_shown(values)}: a list with one reward was expected"
+    return {} if values[0] is None else _numbers(values[0])
 
 
 def _numbers(value: Any) -> dict[str, float] | str:
@@ -200,20 +217,44 @@ def _numbers(value: Any) -> dict[str, float] | str:
     if "reward" not in given:
         return f"it returned a mapping without 'reward': it has {', '.join(sorted(map(str, given)))}"
     parts = {}
-    for name, number in given.items():
+    for key, number in given.items():
+        name = "".join([str(key)])  # str gives back subclasses, which may be unknown outside
         if not isinstance(number, SupportsFloat):
-            return f"its {name} is {number!r:.80}, a {type(number).__name__}: a number was expected"
-        parts[str(name)] = float(number)
-        if not math.isfinite(parts[str(name)]):
-            return f"its {name} is {parts[str(name)]}: it must be finite"
+            return f"its {name} is {_shown(number)}, a {type(number).__name__}: a number was expected"
+        try:
+            parts[name] = float(number)
+        except Exception as error:
+            return f"its {name} is {_shown(number)}, a {type(number).__name__}, which is no number: {_line(error)}"
+        if not math.isfinite(parts[name]):
+            return f"its {name} is {parts[name]}: it must be finite"
     return parts
+
+
+def _shown(value: Any) -> str:
+    """The beginning of an object's repr, which may fail: it is the user's code."""
+    try:
+        return f"{value!r:.80}"
+    except Exception:
+        return "an object without repr"
+
+
+def _cut(answer: Any) -> Any:
+    """A text without its middle if it is too long, anything else as it is."""
+    if not isinstance(answer, str) or len(answer) <= LONGEST:
+        return answer
+    half = LONGEST // 2
+    return f"{answer[:half]}\n[... {len(answer) - 2 * half} characters ...]\n{answer[-half:]}"
 
 
 def _line(error: BaseException, file: str | None = None) -> str:
     """One line on an error, with the last line of `file` that took part in it."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
     where = f"{file}:{frames[-1].lineno}: " if frames else ""
-    return f"{where}{type(error).__name__}: {' '.join(str(error).split())[:400]}"
+    try:
+        text = " ".join(str(error).split())[:400]
+    except Exception:
+        text = "an exception without str"
+    return f"{where}{type(error).__name__}: {text}"
 
 
 def _trace(error: BaseException) -> str:

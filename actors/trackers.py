@@ -204,7 +204,7 @@ class Trackers:
             try:
                 version(name)
             except PackageNotFoundError:
-                raise ValueError(f"--log.to {name}: {name} is not installed: pip install 'meshrl[log]'") from None
+                raise ValueError(f"--log.to {name}: {name} is not installed: pip install -e '.[log]'") from None
         self._folder, self._log, self._config, self._resume_step = folder, log, config, resume_step
         self._couriers: list[Courier] = []
         self._summary: Mapping[str, Any] = {"status": "failed"}

@@ -42,7 +42,8 @@ class Sampling:
     top_k: int = 0
     """Keeps the k likeliest tokens; 0 keeps all. Biases ratios as top_p does."""
     max_tokens: int = 0
-    """Most tokens of one completion; reaching it finishes with `length`. 0 is what the task asks for, else 256."""
+    """Most tokens of one completion; reaching it finishes with `length`. 0 is what the task asks for,
+    else half of the engine's context."""
     stop: tuple[str, ...] = ()
     """Strings that end a completion; the token that completes one is kept and the finish is `stop`."""
 

@@ -1,7 +1,7 @@
 """Evaluate a model on a task's held-out rows, greedy and sampled, on any engine.
 
-`python -m recipes.evaluate --model outputs/x/model task:addition` prints pass@k and leaves `eval.json` and every
-completion in `completions.jsonl`.
+`python -m recipes.evaluate outputs/x` takes model, task and sampling from a run; `--model some/folder task:addition`
+names them. Prints pass@k and leaves `eval.json` and every completion in `completions.jsonl`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import sys
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,18 +19,18 @@ from rich.console import Console
 from rich.table import Table
 
 from actors import Sampling, command_line
-from actors.config import GeneratorConfig, NativeEngine, RolloutConfig, TrainerConfig
-from actors.environment import Checked
+from actors.checkpoint import MODEL, Checkpoints
+from actors.config import GeneratorConfig, RolloutConfig, TrainerConfig
 from actors.evaluation import evaluate, figures
 from actors.generator import Generator
-from actors.launcher import DEFAULT_TOKENS, check_model, held_out
+from actors.launcher import check_model, check_task, context_of, held_out, resolve_sampling
 from actors.mesh import Meshes
 from actors.output import default_folder
 from actors.placement import plan
 from actors.player import Play
 from actors.rollout import RolloutWorker
 from actors.run import wait
-from actors.settings import plain
+from actors.settings import plain, restore
 from actors.tokenizer import Tokenizer
 from actors.types import Judged, require
 from recipes.grpo_async import Tasks, of_task
@@ -38,7 +39,7 @@ from recipes.tasks.addition import Addition
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Evaluate a model on held-out rows."""
+    """Evaluate a model on held-out rows. The folder of a run as the first argument gives the defaults."""
 
     model: str | None = None
     """Local Hugging Face folder, such as the `model` that a run left. A tiny task has its own."""
@@ -54,6 +55,8 @@ class Config:
     """Of every completion."""
     output_dir: Path | None = None
     """Folder for `eval.json` and `completions.jsonl`. A new one under outputs/ unless given."""
+    solved: float = 0.5
+    """Reward from which on a completion counts as right in pass@k."""
     gpus: int = 0
     """Devices of this host; 0 runs on CPU."""
     sampling: Sampling = field(default_factory=Sampling)
@@ -69,18 +72,16 @@ class Config:
 async def run(config: Config) -> dict[str, Any]:
     """Start generators and workers, judge every row, leave the output folder; returns the figures."""
     model, sampling = of_task(config.task, config.model, config.sampling)
-    sampling = replace(sampling, max_tokens=sampling.max_tokens or DEFAULT_TOKENS)
+    sampling = resolve_sampling(sampling, config.generator)
     check_model(model, sampling)
     assert model is not None
-    if isinstance(config.task, Checked):
-        config.task.check(model)
+    check_task(config.task, model, sampling, config.generator)
     rows, output = min(config.rows, held_out(config.task)), config.output_dir or default_folder("evaluate")
     if not rows:
         raise ValueError("the task keeps no rows from training: give it some (--task.held-out)")
     if output.exists() and any(output.iterdir()):
         raise FileExistsError(f"{output} is not empty: choose another --output-dir")
     placement = plan(config.generator, TrainerConfig(), config.rollout, gpus=config.gpus)
-    engine = config.generator.engine
     play = Play(
         task=config.task,
         model=model,
@@ -89,7 +90,7 @@ async def run(config: Config) -> dict[str, Any]:
         seed=config.seed,
         folder="",
         timeout=config.rollout.timeout,
-        context=engine.max_length if isinstance(engine, NativeEngine) else None,
+        context=context_of(config.generator),
         most=1,
     )
     passes = [("greedy", 1, replace(sampling, temperature=0.0))] if config.greedy else []
@@ -113,8 +114,15 @@ async def run(config: Config) -> dict[str, Any]:
             judged[name] = await evaluate(workers, leads, rows=rows, version=0, samples=samples, sampling=how)
         await asyncio.gather(*(wait(generator.close.call()) for generator in generators))
         watch.cancel()
+    failures = [failure for rows in judged.values() for row in rows for failure in row.failures]
+    if not any(row.rollouts for rows in judged.values() for row in rows):
+        raise RuntimeError(f"none of {len(failures)} rollouts got a reward; the first: {failures[0]}")
     found = {
-        name: {figure: value for figure, value in figures(judged[name], samples).items() if math.isfinite(value)}
+        name: {
+            figure: value
+            for figure, value in figures(judged[name], samples, config.solved).items()
+            if math.isfinite(value)
+        }
         for name, samples, _ in passes
     }
     output.mkdir(parents=True, exist_ok=True)
@@ -149,9 +157,43 @@ def show(found: dict[str, Any]) -> None:
     passes = [name for name in ("greedy", "sampled") if name in found]
     table = Table("", *passes, title=f"written to {found['output']}", title_style="")
     for name in dict.fromkeys(name for one in passes for name in found[one]):
-        table.add_row(name.removeprefix("eval/"), *(f"{found[one].get(name, float('nan')):.3f}" for one in passes))
+        values = [found[one].get(name) for one in passes]
+        table.add_row(name.removeprefix("eval/"), *("" if value is None else f"{value:.3f}" for value in values))
     Console(highlight=False).print(table)
 
 
+def of_run(folder: Path) -> Config:
+    """Defaults from what a run left: its last model, or the newest checkpoint's, its task and how it sampled.
+
+    Raises:
+        ValueError, OSError: it is not the folder of a run of a task that is known here, or has no model yet.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{folder} is not the folder of a run: it has no config.json")
+    settings = json.loads(path.read_text())
+    newest = Checkpoints(folder / "checkpoints", keep=1).newest()
+    ended = newest is None or any((folder / MODEL).glob("*.safetensors"))
+    model = folder / MODEL if ended or newest is None else newest / MODEL
+    parts: dict[str, Any] = {
+        "task": Tasks,
+        "sampling": Sampling,
+        "generator": GeneratorConfig,
+        "rollout": RolloutConfig,
+    }
+    return Config(model=str(model), **{name: restore(hint, settings.get(name)) for name, hint in parts.items()})
+
+
+def main() -> None:
+    """Entry point of `python -m recipes.evaluate`."""
+    default = None
+    if len(sys.argv) > 1 and not sys.argv[1].startswith("-") and ":" not in sys.argv[1]:
+        try:
+            default = of_run(Path(sys.argv.pop(1)))
+        except (ValueError, OSError) as error:
+            sys.exit(f"evaluate: {error}")
+    command_line(Config, run, show, default=default)
+
+
 if __name__ == "__main__":
-    command_line(Config, run, show)
+    main()

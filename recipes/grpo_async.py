@@ -71,6 +71,8 @@ async def train(config: Config) -> dict[str, Any]:
     """Start every role, run all steps, leave the output folder; returns the summary."""
     model, sampling = of_task(config.task, config.model, config.sampling)
     config = replace(config, model=model, sampling=sampling)
+    if config.group_size == 1 and config.advantage != "whitened":
+        raise ValueError(f"--group-size 1 makes every advantage 0 with --advantage {config.advantage}: use whitened")
     advantage = ADVANTAGES[config.advantage]
     async with launch(config, task=config.task, loss=config.loss, advantage=advantage) as run:
         async for batch in run.batches():

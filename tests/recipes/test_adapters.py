@@ -189,7 +189,7 @@ def test_verifiers_refuses_what_one_answer_does_not_settle(sums, tmp_path):
 def test_without_the_extra_one_line_says_how_to_get_it(library, make):
     code = f"import sys\nsys.modules[{library!r}] = None\ntry:\n    {make}\nexcept ValueError as e:\n    print(e)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2])
-    assert "is not installed: pip install 'meshrl[tasks]'" in done.stdout and done.stdout.count("\n") == 1
+    assert "is not installed: pip install -e '.[tasks]'" in done.stdout and done.stdout.count("\n") == 1
 
 
 def test_importing_the_adapters_imports_no_library():

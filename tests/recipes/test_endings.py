@@ -184,7 +184,9 @@ command_line(Config, lambda config: train(replace(config, task=Deadly())))
     flags = ["--output-dir", str(tmp_path / "run"), "--steps", "4"]
     done = subprocess.run([sys.executable, "-c", code, *flags], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
-    line = next(line for line in done.stderr.splitlines() if line.startswith("-c: "))
+    first, *_, last = [line for line in done.stderr.splitlines() if line.startswith("-c: ")]
+    line = done.stderr.rstrip().splitlines()[-1]
+    assert first == last == line
     assert "RolloutWorker worker" in line and "exited with non-zero code 3" in line
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["status"] == "failed" and "RolloutWorker worker" in summary["reason"]
