@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 from actors.timeline import Span
-from recipes.folder import Rollout, Row, RunFiles, finite, visible
+from recipes.folder import Rollout, Row, RunFiles, finite, visible, whole
 
 SPANS = 20_000
 """Most spans that the page embeds; it says so if there are more."""
@@ -96,7 +96,7 @@ def _short(value: Any) -> float | None:
 
 def by(key: str, rows: Iterable[Row]) -> list[Row]:
     """Rows in the order of a whole number that they have; of several with one number the last."""
-    return [row for _, row in sorted({row[key]: row for row in rows if isinstance(row.get(key), int)}.items())]
+    return [row for _, row in sorted({row[key]: row for row in rows if whole(row.get(key))}.items())]
 
 
 def with_throughput(row: Row) -> Row:
@@ -113,7 +113,7 @@ def spans_of(files: RunFiles) -> list[Span]:
         begin, end, version = finite(row.get("begin")), finite(row.get("end")), row.get("version")
         if begin is not None and end is not None and begin <= end:
             role, name = visible(str(row.get("role"))), visible(str(row.get("name")))
-            known = version if isinstance(version, int) else None
+            known = version if whole(version) else None
             spans.append(Span(role=role, name=name, begin=begin, end=end, version=known))
     return sorted(spans, key=lambda span: (span.begin, span.end))
 
@@ -198,14 +198,14 @@ def _embedded(rollout: Rollout) -> Row:
     """A rollout as the page shows it, cut at `TOKENS`."""
     parts = [[visible(name), _short(value)] for name, value in rollout.parts.items()]
     turns = [
-        {name: visible(str(turn.get(name))) for name in ("kind", "finish", "reward")}
-        | {"start": turn["start"], "end": min(turn["end"], TOKENS)}
+        {name: visible(str(turn.get(name))) for name in ("kind", "finish")}
+        | {"reward": _short(turn.get("reward")), "start": turn["start"], "end": min(turn["end"], TOKENS)}
         for turn in rollout.turns
         if turn["start"] < TOKENS
     ]
     logprobs = (finite(value) for value in rollout.logprobs[:TOKENS])
     return {
-        "title": f"{visible(str(rollout.rank))}, ticket {rollout.ticket}",
+        "title": f"{visible(rollout.rank)}, ticket {rollout.ticket}",
         "step": rollout.step,
         "row": rollout.row,
         "reward": _short(rollout.reward),

@@ -18,9 +18,9 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import Select
 
 from actors.timeline import Span
-from recipes import figures, report
+from recipes import figures, report, view
 from recipes.figures import CHARTS, Chart, by, curves, samples, spans_of, timeline
-from recipes.folder import RunFiles, visible
+from recipes.folder import RunFiles, finite, visible
 from tests.recipes.sample_run import CONTROL, EVIL, lines, make_run
 
 FLAGS = (
@@ -186,7 +186,7 @@ def test_the_page_of_a_run_that_is_not_whole(browser, run, monkeypatch, tmp_path
         for name in ("metrics.jsonl", "timeline.jsonl", "rollouts.jsonl"):
             whole = (folder / name).read_text().splitlines(keepends=True)
             (folder / name).write_text("".join([*whole[:9], "garbage\n", whole[9][:50]]))
-        expected = ["no summary, 9 of 40 steps", "timeline.jsonl: 1 lines are no JSON objects"]
+        expected = ["no summary, 9 of 40 steps", "timeline.jsonl: left out line 10 (no JSON object)"]
     else:
         (folder / "summary.json").write_text(json.dumps({"status": "failed", "reason": EVIL, "steps": None}))
         expected = ["failed, 40 of 40 steps", EVIL]
@@ -334,7 +334,59 @@ def test_rollouts_that_contradict_themselves_are_left_out(tmp_path):
     files = RunFiles(folder)
     for _ in range(2):  # the second time notes nothing new
         assert [rollout.drawn for rollout in files.rollouts()] == [34]
-    assert files.notes == ["rollouts.jsonl: 4 rollouts lack known columns or contradict themselves: left out."]
+    assert files.notes == [
+        "rollouts.jsonl: left out line 1 (the columns of tokens differ in length), "
+        "line 2 (turns must be objects with kind, start and end), line 3 (pieces must be texts), "
+        "line 4 (columns are missing)."
+    ]
+
+
+TURN = {"kind": "prompt", "start": 0, "end": 2, "finish": None, "reward": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        *(("step", value) for value in (None, "1", 0.5, True, 10**400)),
+        *(("ticket", "x"), ("row", [1]), ("rank", 5), ("rank", None)),
+        *(("reward", value) for value in ("x", 10**400, [1.0], True)),
+        *(("parts", value) for value in ([], {"a": "s"}, {"a": [1]}, {"a": 10**400})),
+        *(("turns", value) for value in (None, {}, [1], [{"start": 0, "end": 1}], [TURN | {"kind": 1}])),
+        *(("turns", [TURN | change]) for change in ({"start": 0.5}, {"end": 1.0}, {"start": -1}, {"reward": "x"})),
+        *(("pieces", value) for value in (None, "a" * 34, [7] * 34, ["a"])),
+        *(("tokens", ["1"] * 34), ("mask", [1] * 34), ("mask", 3), ("logprobs", ["x"] * 34)),
+        *(("logprobs", [10**400] * 34), ("versions", [[1]] * 34), ("versions", [0.5] * 34), ("versions", {})),
+    ],
+)
+def test_one_bad_rollout_costs_only_itself(tmp_path, monkeypatch, capsys, column, value):
+    folder = make_run(tmp_path / "run", steps=1)
+    good, other = (json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines())
+    lines(folder / "rollouts.jsonl", [good, good | {column: value}, other])
+    write(monkeypatch, folder)
+    text = (folder / "report.html").read_text()
+    assert "rollouts.jsonl: left out line 2 (" in text and text.count('"title":"best') == 1
+    monkeypatch.setattr(sys, "argv", ["view", str(folder)])
+    view.main()
+    out, err = capsys.readouterr()
+    assert out.count("step 0  ticket 3") == 2 and err.startswith("view: rollouts.jsonl: left out line 2 (")
+
+
+def test_a_note_names_the_first_broken_lines(tmp_path):
+    folder = make_run(tmp_path / "run", steps=1)
+    (folder / "timeline.jsonl").write_text("{}\nx\n" + "[" * 100_000 + "\n" + "1\n" * 5)
+    files = RunFiles(folder)
+    assert list(files.lines("timeline.jsonl", "timeline")) == [{}]
+    named = ", ".join(f"line {number} (no JSON object)" for number in range(2, 7))
+    assert files.notes == [f"timeline.jsonl: left out {named}, 2 more."]
+
+
+@pytest.mark.parametrize("value", ["1", None, 10**400, -(10**400), float("nan"), float("inf")])
+def test_what_is_no_number_is_not_drawn(value):
+    assert finite(value) is None
+    assert curves([{"step": 0, "a": value}, {"step": 1, "a": 2}], [Chart("A", "", ("a",), "")], "step")[0][
+        "series"
+    ] == [{"name": "a", "values": [None, 2.0]}]
+    assert by("step", [{"step": value}]) == []
 
 
 def test_visible_text_keeps_letters_and_shows_the_rest():

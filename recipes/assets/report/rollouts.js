@@ -44,7 +44,7 @@ function rolloutBody(rollout) {
 
 function turnBlock(rollout, turn, paint) {
   const action = turn.kind === "action";
-  const title = action ? `action, ${turn.finish}, reward ${turn.reward}` : turn.kind;
+  const title = action ? `action, ${turn.finish}, reward ${short(turn.reward)}` : turn.kind;
   const text = node("div", { class: "text" });
   for (let t = turn.start; t < turn.end; t += 1) {
     const drawn = rollout.versions[t] >= 0;
