@@ -185,7 +185,10 @@ class ReplayBuffer(Actor):
             OSError: it cannot be read, or there is no room.
         """
         books = await asyncio.to_thread(_load, Path(folder), run_folder)
-        self._ledger.restore(books)
+        try:
+            self._ledger.restore(books)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"the buffer's checkpoint {folder} is damaged: {error!r}") from error
         return Restored(trained=self._ledger.trained, begun=self._ledger.begun)
 
 

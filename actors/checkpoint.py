@@ -119,8 +119,12 @@ class Checkpoints:
         path = self.folder / BEST
         if not path.is_file():
             return None
-        told = _read(path, "remove it to choose the best anew")
-        return Best(int(told["step"]), float(told["value"]))
+        remedy = "remove it to choose the best anew"
+        told = _read(path, remedy)
+        try:
+            return Best(int(told["step"]), float(told["value"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} is damaged ({error!r}): {remedy}") from error
 
     def rewind(self, step: int) -> None:
         """Go on from the checkpoint of `step`: what a run that ended judged best after it may never come again."""

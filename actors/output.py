@@ -88,7 +88,11 @@ def rewind(folder: Path, step: int) -> list[dict[str, float]]:
     for name, wanted in keep.items():
         path = folder / name
         if path.exists():
-            write_whole(path, b"".join(line for line, row in read_lines(path) if wanted(row)))
+            try:
+                kept = b"".join(line for line, row in read_lines(path) if wanted(row))
+            except (KeyError, TypeError) as error:
+                raise ValueError(f"{path} has a line without {error}: mend it or remove the line") from error
+            write_whole(path, kept)
     _remove(folder / "summary.json")
     rows: list[dict[str, float | None]] = [row for _, row in read_lines(folder / "metrics.jsonl")]
     return [{name: math.nan if value is None else value for name, value in row.items()} for row in rows]

@@ -296,3 +296,9 @@ def test_a_damaged_buffer_is_refused(tmp_path: Path, damage: str) -> None:
         (saved / "group-0-0.safetensors").unlink()
     with pytest.raises((ValueError, FileNotFoundError), match="group-0-0" if damage != "books" else "damaged"):
         _load(saved, str(new))
+
+
+def test_a_best_that_says_nothing_is_named(tmp_path):
+    (tmp_path / "best.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"best\.json is damaged .*remove it"):
+        Checkpoints(tmp_path, keep=1).best()

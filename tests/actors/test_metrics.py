@@ -247,7 +247,7 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
 
 def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.path", [p for p in sys.path if "site-packages" not in p])
-    with pytest.raises(ValueError, match=r"^--log.to wandb: wandb is not installed: pip install 'meshrl\[log\]'$"):
+    with pytest.raises(ValueError, match=r"^--log.to wandb: wandb is not installed: pip install -e '\.\[log\]'$"):
         RunLog(tmp_path / "run", CONFIG, 9, LogConfig(to=("wandb",)))
     assert not (tmp_path / "run").exists()
 
