@@ -23,6 +23,8 @@ from actors.scorer import name_of
 
 USER = """
 import asyncio, os, re, sys, threading
+import numpy as np
+from actors import batched
 
 def exact(completion, answer):
     return completion == answer
@@ -71,6 +73,38 @@ def quits(completion):
 
 def reward(completion):
     return 1
+
+def interrupts(completion):
+    raise KeyboardInterrupt("now")
+
+async def closes(completion):
+    raise GeneratorExit
+
+def shouts(completion):
+    raise ValueError("x" * 30_000 + "the end")
+
+class Mute:
+    def __repr__(self):
+        raise KeyError("no repr")
+    __str__ = __repr__
+    def __float__(self):
+        return float(self.number)
+
+class MuteError(Exception):
+    __str__ = Mute.__repr__
+
+def mute(completion):
+    raise MuteError
+
+ODD = {"two": np.array([1.0, 2.0]), "huge": 10**400, "mute": Mute(), "key": {"reward": 1.0, Mute(): 2.0}}
+
+def odd(completion, value):
+    return ODD[value]
+
+def trl(completions, prompts, answer):
+    return [float(completions == answer)]
+
+in_file = batched(trl)
 """
 
 
@@ -177,6 +211,67 @@ def test_an_error_shows_the_users_own_line(file, opened):
     assert pickle.loads(pickle.dumps(caught.value)).args == caught.value.args
     with pytest.raises(RewardError, match=r"^reward quits: SystemExit: 3\n"):
         asyncio.run(of(opened, file, "quits")("p", "c", finish="stop"))
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("interrupts", "KeyboardInterrupt: now"),
+        ("closes", "GeneratorExit: "),
+        ("mute", "MuteError: an exception without str"),
+    ],
+)
+def test_whatever_a_function_raises_is_a_reward_error(file, opened, name, why):
+    with pytest.raises(RewardError) as caught:
+        asyncio.run(of(opened, file, name)("p", "c", finish="stop"))
+    assert str(caught.value).splitlines()[0] == f"reward {name}: {why}"
+
+
+def test_the_middle_of_a_long_error_is_left_out(file, opened):
+    with pytest.raises(RewardError) as caught:
+        asyncio.run(of(opened, file, "shouts")("p", "c", finish="stop"))
+    text = str(caught.value)
+    assert text.startswith("reward shouts: ValueError: xxx") and text.endswith("xxthe end")
+    assert 20_000 < len(text) < 20_100 and " characters ...]" in text
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        ("two", "its reward is array([1., 2.]), a ndarray, which is no number: TypeError: "),
+        ("huge", f"its reward is 1{'0' * 79}, a int, which is no number: OverflowError: "),
+        ("mute", "its reward is an object without repr, a Mute, which is no number: AttributeError: "),
+        ("key", "what it returned, a dict, cannot be read: KeyError: 'no repr'\n"),
+    ],
+)
+def test_values_that_cannot_be_read_name_their_function(file, opened, value, why):
+    with pytest.raises(RewardError) as caught:
+        asyncio.run(of(opened, file, "odd")("p", "c", finish="stop", value=value))
+    assert str(caught.value).startswith(f"reward odd: {why}")
+
+
+class Fragile:
+    """Cannot be sent, with an error that is none of pickle's own."""
+
+    def __reduce__(self):
+        raise RuntimeError("stays here")
+
+
+def test_a_row_that_cannot_be_sent(file, opened):
+    rewards = of(opened, file, "exact", "later")
+    with pytest.raises(RewardError) as caught:
+        asyncio.run(rewards("p", "c", finish="stop", answer=Fragile()))
+    assert str(caught.value) == "rewards exact, later: the row cannot be sent to a scorer: RuntimeError: stays here"
+
+
+def test_functions_of_trl_in_a_file(file, opened):
+    rewards = of(opened, file, "in_file")
+    rewards.check(("answer",))
+    assert asyncio.run(rewards("p", "c", finish="stop", answer="c")) == {"reward": 1.0, "in_file": 1.0}
+    why = "reward trl: it takes 'completions', lists as TRL's functions do: wrap it, f = actors.batched(f)"
+    with pytest.raises(ValueError) as caught:
+        of(opened, file, "trl").check(("answer",))
+    assert str(caught.value) == why
 
 
 @pytest.mark.slow
