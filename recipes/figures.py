@@ -36,7 +36,8 @@ class Chart:
 
 
 CHARTS = (
-    Chart("Reward", "", ("reward/mean", "reward/trained", "reward/*"), "all scored rollouts, trained ones, its parts"),
+    Chart("Reward", "", ("reward/mean", "reward/trained"), "all scored rollouts, trained ones"),
+    Chart("Parts of the reward", "", ("reward/*",), "mean of each over the scored rollouts"),
     Chart("Completion length", "tokens", ("rollout/length", "rollout/length_max"), "what the model drew"),
     Chart("Staleness", "versions", ("staleness/mean", "staleness/max"), "version trained from minus a token's own"),
     Chart(
@@ -61,7 +62,8 @@ CHARTS = (
     Chart("Loss", "", ("policy/loss",), "per token of the denominator"),
 )
 EVALUATIONS = (
-    Chart("Evaluation", "", ("eval/reward", "eval/*"), "held-out rows: reward, its parts, pass@k"),
+    Chart("Evaluation", "", ("eval/reward", "eval/pass@*"), "held-out rows: reward, pass@k"),
+    Chart("Evaluated parts of the reward", "", ("eval/reward_*",), "mean of each over the held-out rows"),
     Chart("Evaluated length", "tokens", ("eval/length",), "what the model drew for held-out rows"),
     Chart("Evaluated shares", "share", ("eval/truncated",), "completions cut"),
     Chart("Failed in evaluation", "rollouts", ("eval/failed",), "got no reward"),

@@ -11,7 +11,7 @@ import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from actors.output import is_run
 
@@ -175,7 +175,7 @@ def _check(holds: bool, wrong: str) -> None:
         raise ValueError(wrong)
 
 
-def whole(value: Any) -> bool:
+def whole(value: Any) -> TypeGuard[int]:
     """Whether it is a whole number that a page's script also holds exactly."""
     return type(value) is int and abs(value) <= 2**53
 

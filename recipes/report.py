@@ -12,10 +12,10 @@ import html
 import json
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import tyro
 
@@ -38,16 +38,19 @@ from actors.metrics import SHOWN
 from actors.output import write_whole
 from actors.settings import plain
 from actors.timeline import Span, chrome_trace
-from losses import DIS, PolicyGradient, PPOClip
+from losses import Corrections, KLPenalty
 from recipes.figures import CHARTS, EVALUATIONS, by, curves, samples, spans_of, timeline, with_throughput
 from recipes.folder import Row, RunFiles, finite, visible
+from recipes.grpo_async import Losses, Tasks
 
 ASSETS = Path(__file__).parent / "assets" / "report"
 SCRIPTS = ("base.js", "charts.js", "timeline.js", "rollouts.js", "main.js")
 SETTINGS = (
     *(RunConfig, BufferConfig, EvalConfig, GeneratorConfig, HfBackend, LogConfig, NativeEngine, RolloutConfig),
-    *(Sampling, SaveConfig, SimulatedEngine, SyncConfig, TrainerConfig, DIS, PolicyGradient, PPOClip),
+    *(Sampling, SaveConfig, SimulatedEngine, SyncConfig, TrainerConfig, Corrections, KLPenalty),
+    *(*get_args(Tasks), *get_args(Losses)),
 )
+"""Classes whose defaults are known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +67,18 @@ class Options:
 
 def settings(config: Row) -> list[list[str]]:
     """Name, value and default of the settings that differ from their class's default or whose class is not known."""
-    defaults = {kind.__name__: plain(kind()) for kind in SETTINGS}
+    defaults = {kind.__name__: _defaults(kind) for kind in SETTINGS}
     return _differing(config, defaults.get(str(config.get("type")), defaults["RunConfig"]), defaults, "")
+
+
+def _defaults(kind: type[Any]) -> Row:
+    """What `plain` makes of a dataclass's defaults; fields that every user must give are left out."""
+    usual = {
+        entry.name: entry.default if entry.default_factory is MISSING else entry.default_factory()
+        for entry in fields(kind)
+        if entry.default is not MISSING or entry.default_factory is not MISSING
+    }
+    return {"type": kind.__name__} | {name: plain(value) for name, value in usual.items()}
 
 
 def _differing(value: Row, default: Row, defaults: dict[str, Row], path: str) -> list[list[str]]:

@@ -17,9 +17,11 @@ from selenium.webdriver.common.actions.wheel_input import ScrollOrigin
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import Select
 
+from actors.settings import plain
 from actors.timeline import Span
+from losses import GSPO, Corrected
 from recipes import figures, report, view
-from recipes.figures import CHARTS, Chart, by, curves, samples, spans_of, timeline
+from recipes.figures import CHARTS, EVALUATIONS, Chart, by, curves, samples, spans_of, timeline
 from recipes.folder import RunFiles, finite, visible
 from tests.recipes.sample_run import CONTROL, EVIL, lines, make_run
 
@@ -89,11 +91,11 @@ def test_the_page_of_a_finished_run(browser, run, monkeypatch, tmp_path):
     assert "done, 40 of 40 steps" in browser.find_element(By.TAG_NAME, "main").text
 
     # 40 steps are 40 points; of the engine gap every seventh is missing (3, 10, .. 38), so 6 pieces with 34 points.
-    assert [Counter(re.sub("[^ML]", "", path)) for path in curves_of(browser, "Reward")] == [{"M": 1, "L": 39}] * 4
+    assert [Counter(re.sub("[^ML]", "", path)) for path in curves_of(browser, "Reward")] == [{"M": 1, "L": 39}] * 2
     assert [Counter(re.sub("[^ML]", "", path)) for path in curves_of(browser, "Engine gap")] == [{"M": 7, "L": 27}] * 2
     assert [len(re.findall("[ML]", path)) for path in curves_of(browser, "Evaluation")] == [5, 5]
     titles = {card.text for card in browser.find_elements(By.CSS_SELECTOR, ".charts h3")}
-    assert titles == {chart.title for chart in CHARTS} | {"Evaluation"}
+    assert titles == {chart.title for chart in CHARTS} | {"Evaluation"}  # which has no parts
 
     # A curve goes up where the metric does: the screen's y falls.
     heights = [float(y) for y in re.findall(r"[\d.]+,([\d.]+)", curves_of(browser, "Evaluation")[0])]
@@ -237,6 +239,30 @@ def test_curves_take_what_is_there():
     assert second["series"] == [{"name": "time/b", "values": [5.0, None]}]
 
 
+def test_parts_of_the_reward_do_not_flatten_it():
+    rows = [{"step": 0, "version": 0, "reward/mean": 0.5, "reward/trained": 0.4, "reward/zero_variance": 0.1}]
+    rows[0] |= {
+        "reward/characters": 900.0,
+        "eval/reward": 0.6,
+        "eval/reward_error": 0.1,
+        "eval/reward_characters": 800,
+    }
+    rows[0] |= {"eval/pass@1": 0.7, "eval/pass@2": 0.9}
+
+    def drawn(charts, axis):
+        return {chart["title"]: [series["name"] for series in chart["series"]] for chart in curves(rows, charts, axis)}
+
+    assert drawn(CHARTS, "step") == {
+        "Reward": ["reward/mean", "reward/trained"],
+        "Parts of the reward": ["reward/characters"],
+        "Shares": ["reward/zero_variance"],
+    }
+    assert drawn(EVALUATIONS, "version") == {
+        "Evaluation": ["eval/reward", "eval/pass@1", "eval/pass@2"],
+        "Evaluated parts of the reward": ["eval/reward_characters"],
+    }
+
+
 def test_a_step_that_was_done_again_counts_once():
     rows = [{"step": 0, "a": 1}, {"step": 1, "a": 2}, {"step": 1, "a": 3}, {"step": None}, {"a": 4}]
     assert by("step", rows) == [{"step": 0, "a": 1}, {"step": 1, "a": 3}]
@@ -320,6 +346,26 @@ def test_settings_that_differ(run):
         ["task.rows", "5", ""],
         ["generator.engine", "SimulatedEngine", "NativeEngine"],
     ]
+
+
+@pytest.mark.parametrize(
+    ("entry", "expected"),
+    [
+        ({"type": "Addition", "rows": 10_000, "seed": 3}, [["task.seed", "3", "0"]]),
+        (
+            {"type": "Dataset", "path": "x.jsonl", "split": "train", "reward": ["exact"]},
+            [["task.path", "x.jsonl", ""]],
+        ),
+        ({"type": "ReasoningGym", "name": "chain_sum", "options": {}}, []),
+        (
+            {"type": "Verifiers", "name": "e", "options": {"a": 1}},
+            [["task.name", "e", ""], ["task.options", '{"a": 1}', "{}"]],
+        ),
+        (plain(Corrected(base=GSPO())), [["task.base", "GSPO", "PPOClip"]]),
+    ],
+)
+def test_settings_of_tasks_and_losses_that_differ(entry, expected):
+    assert report.settings({"type": "Config", "task": entry}) == [["task", entry["type"], ""], *expected]
 
 
 def test_rollouts_that_contradict_themselves_are_left_out(tmp_path):
