@@ -43,38 +43,46 @@ class Options:
     """Show only the worst rollout of each group."""
 
 
-def shown(rollout: Rollout) -> Group:
-    """A rollout as text: header, legend of versions, then its turns. Nothing of it can control a terminal."""
+def shown(rollout: Rollout, *, styled: bool = True) -> Group:
+    """A rollout as text: header, versions that drew it, then its turns. Nothing of it can control a terminal.
+
+    Where the text will not be `styled` the meaning of styles is left out.
+    """
     colours = {version: COLOURS[i % len(COLOURS)] for i, version in enumerate(rollout.by_version())}
-    return Group(_header(rollout), _legend(rollout, colours), *_turns(rollout, colours))
+    return Group(_header(rollout), _versions(rollout, colours, styled), *_turns(rollout, colours))
 
 
 def _header(rollout: Rollout) -> Text:
-    reward = "none" if rollout.reward is None else f"{rollout.reward:.4g}"
-    parts = [f"{visible(name)} {'none' if value is None else f'{value:.4g}'}" for name, value in rollout.parts.items()]
+    parts = [f"{visible(name)} {_short(value)}" for name, value in rollout.parts.items()]
     words = [
         f"step {rollout.step}",
         f"ticket {rollout.ticket}",
         f"row {rollout.row}",
         visible(rollout.rank),
-        f"reward {reward}" + (f" ({', '.join(parts)})" if parts else ""),
+        f"reward {_short(rollout.reward)}" + (f" ({', '.join(parts)})" if parts else ""),
         f"{rollout.drawn} of {len(rollout.pieces)} tokens drawn",
     ]
     return Text("  ".join(words), style="bold")
 
 
-def _legend(rollout: Rollout, colours: dict[int, str]) -> Text:
-    legend = Text("versions")
+def _short(value: float | None) -> str:
+    return "none" if value is None else f"{value:.4g}"
+
+
+def _versions(rollout: Rollout, colours: dict[int, str], styled: bool) -> Text:
+    line = Text("versions")
     for version, count in rollout.by_version().items():
-        legend.append("  ").append(f"{version}: {count} tokens", colours[version])
-    return legend.append("  ").append("probability below 0.1", "underline") if colours else legend.append("  none")
+        line.append("  ").append(f"{version}: {count} tokens", colours[version])
+    if not colours:
+        return line.append("  none")
+    return line.append("  ").append("probability below 0.1", "underline") if styled else line
 
 
 def _turns(rollout: Rollout, colours: dict[int, str]) -> Iterator[Text]:
     for turn in rollout.turns:
-        title = Text(visible(str(turn["kind"])), style="bold dim")
+        title = Text(visible(turn["kind"]), style="bold dim")
         if turn["kind"] == "action":
-            title.append(f" ({visible(str(turn.get('finish')))}, reward {turn.get('reward')})")
+            title.append(f" ({visible(str(turn.get('finish')))}, reward {_short(turn.get('reward'))})")
         yield title
         body = Text()
         for t in range(turn["start"], turn["end"]):
@@ -116,7 +124,11 @@ class Pager:
     def screen(self, console: Console) -> Segments:
         """What fits the terminal of a rollout, and a last line that says where it stands and what keys do."""
         chosen, height = self.chosen, max(1, console.height - 2)
-        body = shown(chosen[self._at]) if chosen else Group(Text("no such rollout"))
+        body = (
+            shown(chosen[self._at], styled=console.color_system is not None)
+            if chosen
+            else Group(Text("no such rollout"))
+        )
         lines = console.render_lines(body, pad=False)
         pages = -(-len(lines) // height)
         self._top %= pages
@@ -168,7 +180,7 @@ def main() -> None:
         else:
             for rollout in rollouts:
                 if not options.worst or rollout.rank == "worst":
-                    console.print(shown(rollout), Text(), sep="\n")
+                    console.print(shown(rollout, styled=console.color_system is not None), Text(), sep="\n")
     except (ValueError, OSError) as error:
         sys.exit(f"view: {error}")
     for note in files.notes:

@@ -54,17 +54,18 @@ def test_in_a_pipe_everything_is_plain_text(run, monkeypatch, capsys):
 def test_a_rollout_line_by_line(run, monkeypatch, capsys):
     row = json.loads((run / "rollouts.jsonl").read_text().splitlines()[5])
     row["pieces"] = ["2", "+", "3", "=", " ", "so", "5", "is", "the", "sum", *["."] * 24]
+    row["turns"][1]["reward"], row["turns"][3]["reward"] = -0.0017000000000000001, None
     lines(run / "rollouts.jsonl", [row])
     assert printed(monkeypatch, capsys, run).splitlines() == [
         f"step 2  ticket 35  row {row['row']}  worst  reward 0 (correct 0, format 0.5)  24 of 34 tokens drawn",
-        "versions  1: 10 tokens  2: 14 tokens  probability below 0.1",
+        "versions  1: 10 tokens  2: 14 tokens",
         "prompt",
         "2+3= so",
-        "action (length, reward 0.5)",
+        "action (length, reward -0.0017)",
         "5isthesum" + "." * 10,
         "observation",
         "." * 4,
-        "action (length, reward 0.5)",
+        "action (length, reward none)",
         "." * 10,
         "",
     ]
@@ -78,7 +79,8 @@ def test_step_and_worst_choose(run, monkeypatch, capsys):
 
 def test_colours_follow_versions_and_underlines_follow_probability(run):
     rollout = list(RunFiles(run).rollouts())[5]
-    *_, body, _, _, _, second = shown(rollout).renderables
+    _, legend, *_, body, _, _, _, second = shown(rollout).renderables
+    assert legend.plain == "versions  1: 10 tokens  2: 14 tokens  probability below 0.1"
     styles = [span.style for span in body.spans] + [span.style for span in second.spans]
     drawn = [t for t, mask in enumerate(rollout.mask) if mask]
     expected = [
