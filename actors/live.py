@@ -30,7 +30,9 @@ from rich.text import Text
 PER_SECOND = 2
 """Frames drawn."""
 CURVE = 60
-"""Most steps that a curve shows."""
+"""Most characters of a curve."""
+STILL = 0.1
+"""Of the distance between a run's values and 0, how much a curve spans at least: less movement is noise."""
 SPEED_SECONDS = 3600
 """Steps younger than this give the remaining time."""
 DRAIN_SECONDS = 2.0
@@ -79,7 +81,8 @@ class LiveView:
         """`rows` are the steps of earlier processes of the run."""
         self.note, self.evaluation = "starting", ""
         self._title, self._links = title, links
-        self._rows: tuple[Mapping[str, float], ...] = tuple(rows[-CURVE:])
+        self._last: Mapping[str, float] = rows[-1] if rows else {}
+        self._curves = {curve: [row.get(curve, math.nan) for row in rows] for _, curve, _ in LINES if curve}
         self._steps, self._done = steps, int(rows[-1]["step"]) + 1 if rows else 0
         self._mark = secrets.token_hex(16).encode()
         self._ended = threading.Event()
@@ -118,7 +121,9 @@ class LiveView:
 
     def step(self, row: Mapping[str, float]) -> None:
         """Show a step that ended."""
-        self._rows = (*self._rows[1 - CURVE :], row)
+        self._last = row
+        for curve, values in self._curves.items():
+            values.append(row.get(curve, math.nan))
         self.note = ""
         self._progress.update(self._task, completed=row["step"] + 1)
 
@@ -129,14 +134,13 @@ class LiveView:
         grid = Table.grid(padding=(0, 1))
         grid.add_column(style="dim", width=10)
         grid.add_column()
-        last = self._rows[-1] if self._rows else {}
+        last = self._last
         for label, curve, numbers in LINES:
             text = "  ".join(
                 form.format(last[name]) for name, form in numbers if math.isfinite(last.get(name, math.nan))
             )
             if curve and text:
-                values = [row.get(curve, math.nan) for row in self._rows]
-                text += f"  {sparkline(values[-max(1, width - 13 - len(text)) :])}"
+                text += f"  {sparkline(self._curves[curve], min(CURVE, max(1, width - 13 - len(text))))}"
             if text:
                 grid.add_row(label, Text(text, no_wrap=True, overflow="ellipsis"))
         for label, text in (
@@ -219,9 +223,22 @@ class LiveView:
         self._ended.wait(DRAIN_SECONDS)
 
 
-def sparkline(values: Sequence[float]) -> str:
-    """A character per value, from the lowest of them to the highest; a blank for nan."""
-    finite = [value for value in values if math.isfinite(value)]
+def sparkline(values: Sequence[float], width: int) -> str:
+    """All values in at most `width` characters, from the lowest shown to the highest; a blank for nan.
+
+    More values than that are shown as means of equal stretches. Values that lie close together, measured by `STILL`,
+    are shown around the middle.
+    """
+    bars = min(width, len(values))
+    shown = [_mean(values[i * len(values) // bars : (i + 1) * len(values) // bars]) for i in range(bars)]
+    finite = [value for value in shown if math.isfinite(value)]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
-    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(BARS[round((value - low) * scale)] if math.isfinite(value) else " " for value in values)
+    span = max(high - low, STILL * (max(high, 0.0) - min(low, 0.0)))
+    bottom, scale = (low + high - span) / 2, (len(BARS) - 1) / span if span else 0.0
+    return "".join(BARS[round((value - bottom) * scale)] if math.isfinite(value) else " " for value in shown)
+
+
+def _mean(values: Sequence[float]) -> float:
+    """Of those that are finite; nan if none is."""
+    finite = [value for value in values if math.isfinite(value)]
+    return sum(finite) / len(finite) if finite else math.nan

@@ -186,7 +186,24 @@ def test_stderr_that_is_a_file_stays_one(tmp_path):
 
 def test_a_sparkline_goes_from_the_lowest_to_the_highest():
     # Of -2..5 value v lies at (v + 2) of 7 steps up: block number v + 2.
-    assert sparkline([-2.0, 5.0, math.nan, 0.0, 1.0]) == "\u2581\u2588 \u2583\u2584"
-    assert sparkline([3.0, 3.0]) == "\u2581\u2581"
-    assert sparkline([]) == ""
-    assert sparkline([math.nan]) == " "
+    assert sparkline([-2.0, 5.0, math.nan, 0.0, 1.0], 60) == "\u2581\u2588 \u2583\u2584"
+    assert sparkline([0.0, 0.0], 60) == "\u2581\u2581"
+    assert sparkline([], 60) == ""
+    assert sparkline([math.nan], 60) == " "
+
+
+def test_a_narrow_sparkline_still_shows_the_whole_run():
+    # Stretches of 10, 10 and 11 steps with means 0, 3.5 (nan counts for nothing) and 7.
+    values = [0.0] * 10 + [3.0, 4.0] * 4 + [math.nan] * 2 + [7.0] * 11
+    assert sparkline(values, 3) == "\u2581\u2585\u2588"
+    # Converged after a tenth of the run: each later character is at the top, whatever the width.
+    values = [0.1] * 10 + [0.98, 1.0] * 45
+    for width in (10, 20, 50):
+        assert sparkline(values, width) == "\u2581" * (width // 10) + "\u2588" * (width - width // 10)
+
+
+def test_a_curve_without_movement_is_flat():
+    # 0.98..1.0 spans 0.02, shown as 0.1 around 0.99, which is 0.94..1.04: 2.8 and 4.2 of 7 steps up.
+    assert sparkline([0.98, 1.0, 0.98], 60) == "\u2584\u2585\u2584"
+    # Around 0 any movement counts.
+    assert sparkline([-0.001, 0.001], 60) == "\u2581\u2588"
