@@ -14,8 +14,14 @@ from actors.tokenizer import Tokenizer
 from actors.types import require
 from recipes.tasks.rows import Picked, Rows, Stream, open_rows, open_stream, part
 
-CHECKED = 16
-"""Rows that `check` reads."""
+CHECKED, FORWARD = 20_000, 16
+"""Most rows that `check` reads of those to train on, and of those held out; of a stream."""
+BATCH = 256
+"""Rows that `check` has in memory at a time."""
+LETTERS = 100
+"""Most characters of a token, as good as always: a prompt with more of them per token of room is not encoded."""
+UNBOUNDED = 1000
+"""The room that this takes where there is no bound."""
 TAKEN = ("prompt", "completion", "finish")
 """Names that a reward knows from the rollout."""
 BUILT_IN = {
@@ -34,7 +40,8 @@ class Dataset:
     """
 
     path: str
-    """File (.jsonl, .json, .parquet, .csv), folder of `datasets.save_to_disk`, or name on the Hugging Face hub."""
+    """File (.jsonl, .json, .parquet, .csv), folder of `datasets.save_to_disk`, or name on the Hugging Face hub. All
+    that a CSV file holds is text, as it stands there: 069 keeps its zero, an empty cell is an empty text."""
     split: str = "train"
     """Of a dataset with several."""
     subset: str | None = None
@@ -66,6 +73,8 @@ class Dataset:
     """Processes per rollout worker that run reward functions, each one call at a time."""
 
     def __post_init__(self) -> None:
+        if not self.path.strip():
+            raise ValueError("task.path is empty: give a file, a folder or a name on the Hugging Face hub")
         require("task", 0, held_out=self.held_out)
         if self.held_out >= 1 and self.held_out != int(self.held_out):
             raise ValueError(f"task.held_out must be a share below 1 or a whole number, not {self.held_out}")
@@ -114,27 +123,40 @@ class Dataset:
         functions = tuple(BUILT_IN[text] if text in BUILT_IN else FromFile.parse(text) for text in self.reward)
         return Rewards(functions=functions, weights=self.weights, deadline=self.deadline, scorers=self.scorers)
 
-    def check(self, model: str) -> None:
-        """Read the first rows, lay out their prompts and load the rewards, to fail before a run starts.
+    def check(self, model: str, room: int | None = None) -> None:
+        """Read the rows, lay out and count their prompts and load the rewards, to fail before a run starts.
+
+        Of a dataset the first 20,000 rows to train on are read, and as many held-out ones; 16 of a stream.
 
         Args:
             model: folder with the tokenizer.
+            room: most tokens of a prompt; None is no bound.
 
         Raises:
-            OSError, ValueError: something cannot be used; one line.
+            OSError, ValueError: something cannot be used, or prompts are longer than `room`; one line.
         """
-        rows = self.rows
-        first = [self.row(i) for i in range(CHECKED if rows is None else min(rows, CHECKED))]
-        first += [self.held_out_row(i) for i in range(min(self.held_out_rows, CHECKED))]
-        tokenizer = Tokenizer.load(model)
-        for row in first:
-            if not isinstance(row["prompt"], str):
-                try:
-                    tokenizer.chat(row["prompt"])
-                except ValueError as error:
-                    raise ValueError(f"cannot lay out a chat prompt of {self.path} for {model}: {error}") from None
-        if first:
-            self.rewards().check(tuple(first[0]))
+        loaded, tokenizer = _load(self), Tokenizer.load(model)
+        most = FORWARD if self.streaming else CHECKED
+        columns: tuple[str, ...] = ()
+        seen, over, first = 0, 0, ""
+        for rows, stored in ((loaded.trained, loaded.rows), (loaded.held_out, loaded.held_out_rows)):
+            count = most if stored is None else min(stored, most)
+            for start in range(0, count, BATCH):
+                made = [self._made(rows, i) for i in range(start, min(start + BATCH, count))]
+                columns = columns or tuple(made[0])
+                seen += len(made)
+                prompts = {start + i: row["prompt"] for i, row in enumerate(made)}
+                for i, length in _lengths(rows, prompts, tokenizer, room).items():
+                    if room is not None and (length is None or length > room):
+                        over += 1
+                        size = f"more than {LETTERS * room} characters" if length is None else f"{length} tokens"
+                        first = first or f"{rows.where(i)}: the {self.prompt} has {size}"
+        if over:
+            raise ValueError(
+                f"{first}, but at most {room} tokens fit beside a completion; so it is with {over} of {seen} rows: "
+                "raise --generator.engine.max-length, lower --sampling.max-tokens, or leave these rows out"
+            )
+        self.rewards().check(columns)
 
     def _made(self, rows: Rows, i: int) -> dict[str, Any]:
         """A stored row as rollouts see it."""
@@ -147,7 +169,7 @@ class Dataset:
             if self.answer in stored:
                 row["answer"] = stored[self.answer]
             return {"prompt": self._laid_out(stored[self.prompt]), **row}
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{rows.where(i)}: {error}") from None
 
     def _laid_out(self, prompt: Any) -> Prompt:
@@ -156,7 +178,7 @@ class Dataset:
             if not prompt.strip():
                 raise ValueError(f"the {self.prompt} is empty")
             if not self.chat and self.system is None:
-                return prompt
+                return _utf8(prompt, self.prompt)
             prompt = [{"role": "user", "content": prompt}]
         if not isinstance(prompt, list):
             raise ValueError(
@@ -171,7 +193,43 @@ class Dataset:
             raise ValueError(f"the {self.prompt} ends with a message of the assistant, which the model is to write")
         if self.system is not None and prompt[0]["role"] != "system":
             prompt = [{"role": "system", "content": self.system}, *prompt]
+        for message in prompt:
+            _utf8(message["content"], self.prompt)
         return prompt
+
+
+def _lengths(rows: Rows, prompts: dict[int, Prompt], tokenizer: Tokenizer, room: int | None) -> dict[int, int | None]:
+    """Tokens of the prompts of some rows, by row.
+
+    None where a prompt is not encoded: it is far too long, or it is text and there is no bound.
+
+    Raises:
+        ValueError: the chat template refuses one; says which.
+    """
+    longest = LETTERS * (UNBOUNDED if room is None else room)
+    lengths: dict[int, int | None] = dict.fromkeys(prompts)
+    texts = {}
+    for i, prompt in prompts.items():
+        if isinstance(prompt, str):
+            if room is not None and len(prompt) <= longest:
+                texts[i] = prompt
+        elif sum(len(message["content"]) for message in prompt) <= longest:
+            try:
+                lengths[i] = len(tokenizer.chat(prompt))
+            except Exception as error:  # a template is code, which fails in its own ways
+                why = " ".join(str(error).split())
+                raise ValueError(f"cannot lay out a chat prompt of {rows.where(i)}: {why}") from None
+    encodings = tokenizer.inner.encode_batch_fast(list(texts.values()))
+    return lengths | {i: len(encoding.ids) for i, encoding in zip(texts, encodings, strict=True)}
+
+
+def _utf8(text: str, name: str) -> str:
+    """The text, if a tokenizer can read it: JSON may hold half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the {name} is no text: half a surrogate pair at character {error.start}") from None
+    return text
 
 
 @dataclass(frozen=True)
@@ -193,8 +251,11 @@ def _load(task: Dataset) -> _Loaded:
     """Once per process: a task travels without its rows."""
     if task.streaming:
         start, kept = open_stream(task.path, task.subset, task.split), int(task.held_out)
-        passes = Stream(lambda: itertools.islice(start(), kept, task.limit))
-        return _Loaded(passes, Stream(lambda: itertools.islice(start(), kept)), None, kept)
+        left = (
+            f"{task.path}: all rows are held out by task.held_out {kept}, none are left to train on" if kept else None
+        )
+        passes = Stream(lambda: itertools.islice(start(), kept, task.limit), left or f"{task.path} has no rows")
+        return _Loaded(passes, Stream(lambda: itertools.islice(start(), kept), f"{task.path} has no rows"), None, kept)
     stored = open_rows(task.path, task.subset, task.split)
     count = min(len(stored), task.limit or len(stored))
     if not count:

@@ -78,7 +78,10 @@ class Table:
         return len(self._rows)
 
     def row(self, i: int) -> Stored:
-        stored: Stored = self._rows[i]
+        try:
+            stored: Stored = self._rows[i]
+        except (OSError, ValueError) as error:  # a damaged file that is only read now
+            raise ValueError(f"{self.where(i)}: cannot be read: {_first(error)}") from None
         return stored
 
     def where(self, i: int) -> str:
@@ -133,8 +136,9 @@ class Stream:
     A second reader serves rows before that window, so that they do not throw the first one back.
     """
 
-    def __init__(self, start: Start) -> None:
-        self._front, self._back = _Reader(start), _Reader(start)
+    def __init__(self, start: Start, empty: str = "the stream has no rows") -> None:
+        """`empty` is the error's text if a pass has no rows."""
+        self._front, self._back = _Reader(start, empty), _Reader(start, empty)
 
     def row(self, i: int) -> Stored:
         return self._reader(i).find(i)[1]
@@ -149,8 +153,8 @@ class Stream:
 class _Reader:
     """A place in a stream, which begins again for a row before its window."""
 
-    def __init__(self, start: Start) -> None:
-        self._start, self._rows = start, start()
+    def __init__(self, start: Start, empty: str) -> None:
+        self._start, self._rows, self._empty = start, start(), empty
         self._window: deque[tuple[str, Stored]] = deque(maxlen=WINDOW)
         self._next = 0
         self._length: int | None = None
@@ -176,7 +180,7 @@ class _Reader:
             self._rows = self._start()
             found = next(self._rows, None)
             if found is None:
-                raise ValueError("the stream has no rows")
+                raise ValueError(self._empty)
         self._window.append(found)
         self._next += 1
 
@@ -189,7 +193,7 @@ def parse_object(line: bytes) -> Stored:
     """
     try:
         value = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"not valid JSON ({error})") from None
     if not isinstance(value, dict):
         raise ValueError(f"a JSON object was expected, not a {type(value).__name__}")
@@ -208,7 +212,7 @@ def open_rows(path: str, subset: str | None, split: str) -> JsonLines | Table:
     if file.suffix == ".json":
         try:
             rows = json.loads(file.read_bytes())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is not valid JSON: {error}") from None
         for i, row in enumerate(rows):
             if not isinstance(row, dict):
@@ -229,7 +233,15 @@ def open_stream(path: str, subset: str | None, split: str) -> Start:
             raise ValueError(f"{path} is one JSON array, which cannot be streamed: write an object a line")
         return lambda: _lines(_existing(file))
     rows = _datasets(path, subset, split, streaming=True)
-    return lambda: ((f"{path}, row {i}", row) for i, row in enumerate(rows))
+    return lambda: _passed(path, rows)
+
+
+def _passed(path: str, rows: Any) -> Iterator[tuple[str, Stored]]:
+    try:
+        for i, row in enumerate(rows):
+            yield f"{path}, row {i}", row
+    except (OSError, ValueError) as error:  # a damaged file that is only read now
+        raise ValueError(f"{path} cannot be read: {_first(error)}") from None
 
 
 def _lines(path: Path) -> Iterator[tuple[str, Stored]]:
@@ -272,7 +284,8 @@ def _datasets(path: str, subset: str | None, split: str, *, streaming: bool) -> 
     try:
         if file.suffix in TABLES:
             kind, files = TABLES[file.suffix], {split: path}
-            return datasets.load_dataset(kind, data_files=files, split=split, streaming=streaming)
+            options = {"features": _as_text(path), "keep_default_na": False} if kind == "csv" else {}
+            return datasets.load_dataset(kind, data_files=files, split=split, streaming=streaming, **options)
         if (file / "state.json").is_file() or (file / "dataset_dict.json").is_file():
             return _from_disk(file, split, streaming=streaming)
         return datasets.load_dataset(path, subset, split=split, streaming=streaming)
@@ -285,10 +298,21 @@ def _datasets(path: str, subset: str | None, split: str, *, streaming: bool) -> 
         raise ValueError(f"cannot read dataset {path!r}: {_first(error.__cause__ or error)}") from None
 
 
+def _as_text(path: str) -> Any:
+    """Columns of a CSV file, all as text: guessed types turn 069 into 69 and `None` into nothing."""
+    import datasets
+    import pandas  # type: ignore[import-untyped]
+
+    return datasets.Features({name: datasets.Value("string") for name in pandas.read_csv(path, nrows=0).columns})
+
+
 def _from_disk(folder: Path, split: str, *, streaming: bool) -> Any:
     import datasets
 
-    found = datasets.load_from_disk(str(folder))
+    try:
+        found = datasets.load_from_disk(str(folder))
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"the folder is damaged ({type(error).__name__}: {_first(error)})") from None
     if isinstance(found, datasets.DatasetDict):
         if split not in found:
             raise ValueError(f"it has no split {split!r}, there are {', '.join(found)}")

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.environment import Checked, HeldOut
+from actors.tokenizer import Tokenizer
 from recipes.rewards.exact import exact
 from recipes.rewards.mathematics import math
 from recipes.tasks import dataset
@@ -56,13 +58,21 @@ def files(tmp_path_factory) -> Iterator[dict[str, str]]:
 def test_the_same_rows_from_every_kind_of_file(files, name):
     task = Dataset(path=files[name])
     assert task.rows == 20 and task.held_out_rows == 0
-    keys = ("prompt", "answer") if name == "a.csv" else ("prompt", "answer", "level")
+    rows = [{"prompt": row["prompt"], "answer": str(row["answer"])} for row in ROWS] if name == "a.csv" else ROWS
     for i in (7, 0, 19, 7):
-        assert task.row(i) == {key: ROWS[i][key] for key in keys}
+        assert task.row(i) == rows[i]
     if name != "list.json":
         stream = Dataset(path=files[name], streaming=True, limit=5)
         assert stream.rows is None
-        assert [stream.row(i)["answer"] for i in (0, 4, 5, 23, 21)] == [0, 4, 0, 3, 1]
+        assert [int(stream.row(i)["answer"]) for i in (0, 4, 5, 23, 21)] == [0, 4, 0, 3, 1]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_cells_of_csv_are_text_as_they_stand(tmp_path, streaming):
+    (tmp_path / "a.csv").write_text('prompt,answer,more\n069,0.50,NA\n"1,\n2",None,\n')
+    task = Dataset(path=str(tmp_path / "a.csv"), streaming=streaming)
+    assert task.row(0) == {"prompt": "069", "answer": "0.50", "more": "NA"}
+    assert task.row(1) == {"prompt": "1,\n2", "answer": "None", "more": ""}
 
 
 def test_a_split_and_a_limit(files):
@@ -213,7 +223,12 @@ def test_lines_are_not_held_and_blank_ones_do_not_count(tmp_path):
         ("", {}, "{path} has no rows"),
         ('{"prompt": "a"}', {"held_out": 1.0}, "task.held_out 1 keeps 1 of the 1 rows of {path} from training"),
         ('{"prompt": "a"}', {"held_out": 0.1, "seed": 1}, "task.held_out 0.1 keeps 0 of the 1 rows of {path}"),
-        ("", {"streaming": True}, "the stream has no rows"),
+        ("", {"streaming": True}, "{path} has no rows"),
+        ('{"prompt": "a"}', {"streaming": True, "held_out": 1}, "{path}: all rows are held out by task.held_out 1"),
+        ('{"prompt": "a\\ud800"}', {}, "{path}, line 1: the prompt is no text: half a surrogate pair at character 1"),
+        ('{"prompt": "\\ud800"}', {"chat": True}, "{path}, line 1: the prompt is no text: half a surrogate pair"),
+        ('{"prompt": ' + "[" * 100_000, {}, "{path}, line 1: not valid JSON (maximum recursion depth"),
+        ('{"prompt": "a"}\n' * 300 + "{}", {}, "{path}, line 301: no column 'prompt'"),
         ('{"prompt": "a"}\n7', {"streaming": True}, "{path}, line 2: a JSON object was expected, not a int"),
     ],
 )
@@ -234,6 +249,11 @@ def test_files_and_datasets_that_are_not_there(files, tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("x")
     (tmp_path / "list.json").write_text('[{"prompt": "a"}, 3]')
     (tmp_path / "bad.parquet").write_text("no parquet")
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    (tmp_path / "ragged.csv").write_text("prompt,answer\n1,2\n1,2,3\n")
+    for name, file in (("state", "state.json"), ("info", "dataset_info.json")):
+        shutil.copytree(files["disk"], tmp_path / name)
+        (tmp_path / name / file).write_text("[]")
     for path, settings, kind, why in (
         ("gone.jsonl", {}, FileNotFoundError, "there is no file 'gone.jsonl'"),
         ("gone.parquet", {"streaming": True}, FileNotFoundError, "there is no file 'gone.parquet'"),
@@ -242,6 +262,20 @@ def test_files_and_datasets_that_are_not_there(files, tmp_path, monkeypatch):
         (str(tmp_path / "a.txt"), {}, ValueError, f"{tmp_path}/a.txt is of a kind that is not read: .jsonl, .ndjson"),
         (files["splits"], {"split": "dev"}, ValueError, f"cannot read dataset '{files['splits']}': it has no split"),
         (str(tmp_path / "bad.parquet"), {}, ValueError, f"cannot read dataset '{tmp_path}/bad.parquet': "),
+        (
+            str(tmp_path / "state"),
+            {},
+            ValueError,
+            f"cannot read dataset '{tmp_path}/state': the folder is damaged (Ty",
+        ),
+        (str(tmp_path / "info"), {}, ValueError, f"cannot read dataset '{tmp_path}/info': the folder is damaged (Att"),
+        (str(tmp_path / "deep.json"), {}, ValueError, f"{tmp_path}/deep.json is not valid JSON: maximum recursion"),
+        (
+            str(tmp_path / "ragged.csv"),
+            {"streaming": True},
+            ValueError,
+            f"{tmp_path}/ragged.csv cannot be read: Error",
+        ),
         (str(tmp_path / "list.json"), {}, ValueError, f"{tmp_path}/list.json, row 1: a JSON object was expected"),
         (files["list.json"], {"streaming": True}, ValueError, f"{files['list.json']} is one JSON array"),
     ):
@@ -256,11 +290,12 @@ def test_settings_that_contradict_each_other():
         ({"held_out": -1.0}, r"task\.held_out must be at least 0"),
         ({"held_out": 0.1, "streaming": True}, "nobody knows how many"),
         ({"limit": 0}, r"task\.limit must be at least 1"),
+        ({"path": ""}, r"task\.path is empty"),
         ({"reward": ("maths",)}, "'maths' names no reward function"),
         ({"reward": ("math",), "weights": (1.0, 2.0)}, "2 numbers for 1 functions"),
     ):
         with pytest.raises(ValueError, match=why):
-            Dataset(path="a.jsonl", **settings)
+            Dataset(**{"path": "a.jsonl", **settings})
 
 
 def test_flags():
@@ -283,6 +318,41 @@ def test_check_lays_out_prompts_and_loads_rewards(files, tmp_path):
     Dataset(path=files["a.jsonl"]).check(str(plain))
     with pytest.raises(ValueError, match=r"^cannot lay out a chat prompt of .* has no chat template"):
         Dataset(path=files["a.jsonl"], chat=True).check(str(plain))
+    (plain / "chat_template.jinja").write_text("{{ messages + 1 }}")
+    with pytest.raises(ValueError, match=r"^cannot lay out a chat prompt of .*a\.jsonl, line 1: can only concatenate"):
+        Dataset(path=files["a.jsonl"], chat=True).check(str(plain))
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_check_counts_the_tokens_of_all_rows(tmp_path, monkeypatch, chat):
+    path = tmp_path / "a.jsonl"
+    lengths = [*[3] * 300, 5, 3, 9, 4]
+    path.write_text("\n\n".join(json.dumps({"prompt": "1" * n, "answer": 1}) for n in lengths))
+    task = Dataset(path=str(path), chat=chat)
+    tokenizer = Tokenizer.load(TINY)
+    own = len(tokenizer.chat([{"role": "user", "content": ""}]) if chat else tokenizer.encode("", specials=True))
+
+    def refused(task: Dataset, room: int) -> str:
+        with pytest.raises(ValueError) as caught:
+            task.check(TINY, room)
+        return str(caught.value).partition(": raise --generator.engine.max-length, lower --sampling.max-tokens")[0]
+
+    task.check(TINY, own + 9)
+    task.check(TINY, room=None)
+    assert refused(task, own + 4) == (
+        f"{path}, line 601: the prompt has {own + 5} tokens, but at most {own + 4} tokens fit beside a completion; so "
+        "it is with 2 of 304 rows"
+    )
+    # held-out rows count as well: all but one are
+    assert "so it is with 1 of 304 rows" in refused(Dataset(path=str(path), chat=chat, held_out=303), own + 8)
+    monkeypatch.setattr(dataset, "CHECKED", 302)
+    task.check(TINY, own + 5)
+    # What is far too long is not encoded
+    path.write_text(json.dumps({"prompt": "1" * 5_000_000, "answer": 1}))
+    monkeypatch.setattr(dataset, "LETTERS", 10)
+    dataset._load.cache_clear()
+    assert f"{path}, line 1: the prompt has more than 200 characters, but" in refused(task, 20)
+    task.check(TINY)
 
 
 @pytest.mark.parametrize(
