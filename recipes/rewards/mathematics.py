@@ -8,7 +8,7 @@ from typing import Any
 try:
     from math_verify import parse, verify
 except ImportError as error:
-    raise ImportError("the reward `math` needs math-verify: pip install 'meshrl[math]'") from error
+    raise ImportError("the reward `math` needs math-verify: pip install -e '.[math]'") from error
 
 SECONDS = 2
 """Longest time for reading an answer, and for a comparison; math-verify measures by SIGALRM, in the main thread."""
