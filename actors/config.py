@@ -166,8 +166,10 @@ class TrainerConfig:
     """Optimizer updates that one step splits its batch into."""
     microbatch_tokens: int = 8192
     """Most tokens of one packed microbatch; a longer rollout is a microbatch of its own."""
-    denominator: Literal["tokens", "sequences"] = "tokens"
-    """What the summed loss is divided by, over all ranks: trainable tokens (zero-variance groups too) or rollouts."""
+    denominator: Literal["tokens", "survivors", "sequences", "rollout_means"] = "tokens"
+    """What the summed loss is divided by, over all ranks: trainable tokens (zero-variance groups too), those of them
+    that the objective did not drop, or rollouts; with rollout_means each rollout's tokens are averaged before, as in
+    GRPO and GSPO."""
 
     def __post_init__(self) -> None:
         require("trainer", 1, ranks=self.ranks, threads=self.threads, updates_per_step=self.updates_per_step)

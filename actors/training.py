@@ -176,7 +176,8 @@ class Training:
         for microbatch, old_T in zip(microbatches, old, strict=True):
             logprobs_T, entropy_T = self.backend.forward(microbatch)
             inputs = neutral(microbatch.loss_inputs(logprobs_T, entropy_T, old_T))
-            terms = reduce_terms(self.objective(inputs), inputs)
+            means = self.config.denominator == "rollout_means"
+            terms = reduce_terms(self.objective(inputs), inputs, rollout_means=means)
             terms.loss.backward()
             log_ratio, start_T = _counted(logprobs_T, inputs), logprobs_T if old_T is None else old_T
             lag, at_start = _counted(start_T, inputs), number == 0 or old_T is not None
@@ -185,6 +186,7 @@ class Training:
             peaks[1] = torch.cat([peaks[1:], staleness]).amax()
             part = {
                 "tokens": terms.tokens,
+                "survivors": terms.survivors,
                 "sequences": torch.tensor(microbatch.sequences, device=self.device),
                 "loss": terms.loss.detach(),
                 "entropy": entropy_T.detach()[inputs.mask_T].double().sum(),
@@ -195,7 +197,7 @@ class Training:
             }
             sums = {name: value.double() + sums.get(name, 0.0) for name, value in part.items()}
         summed = dict(zip(sums, self._over_ranks(torch.stack(list(sums.values())), "sum").tolist(), strict=True))
-        weight = summed[self.config.denominator]
+        weight = summed["sequences" if self.config.denominator == "rollout_means" else self.config.denominator]
         rate = learning_rate(self.config, self.version * self.config.updates_per_step + number, self.total_updates)
         norm = self._apply(weight, rate) if weight else 0.0
         if not weight:
@@ -273,6 +275,10 @@ def _counted(logprobs_T: Tensor, inputs: LossInputs) -> Tensor:
 def _means(sums: Counter[str], updates: int) -> dict[str, float]:
     """A step's metrics from its sums over updates and ranks."""
     tokens = max(sums["tokens"], 1.0)
+    weights = {}
+    if "policy/weight" in sums:
+        # Kish's effective sample size over the tokens, as a share: (sum w)^2 / (n sum w^2).
+        weights["policy/ess"] = sums["policy/weight"] ** 2 / max(tokens * sums["policy/weight_squared"], 1e-30)
     return {
         "policy/loss": sums["mean_loss"] / updates,
         "policy/grad_norm": sums["norm"] / updates,
@@ -281,6 +287,7 @@ def _means(sums: Counter[str], updates: int) -> dict[str, float]:
         "policy/lag_kl": sums["lag_kl"] / max(sums["lag_tokens"], 1.0),
         "policy/masked": 0.0,  # an objective that masks says so itself
         **{name: value / tokens for name, value in sums.items() if name.startswith("policy/")},
+        **weights,
         "staleness/mean": sums["staleness"] / tokens,
         "perf/trained_tokens": sums["tokens"],
     }

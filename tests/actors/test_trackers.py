@@ -186,7 +186,8 @@ def test_a_tracker_that_fails_or_hangs_does_not_touch_the_run(tmp_path, installe
     assert tracker.finished.is_set()
     assert courier.errors == 9
     assert len(log.rows) == 9
-    assert [r.message for r in caplog.records] == ["wandb fails, the run goes on without: 3 records wait for it"]
+    (record,) = caplog.records  # once imported, Monarch puts the actor's name before every message
+    assert record.getMessage().endswith("wandb fails, the run goes on without: 3 records wait for it")
 
 
 def test_a_tracker_that_does_not_start_is_one_line_and_ends_those_that_did(tmp_path, installed, monkeypatch):

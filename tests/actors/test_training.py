@@ -21,7 +21,7 @@ from actors.config import TrainerConfig
 from actors.saving import Saver, load
 from actors.training import Training, learning_rate
 from actors.types import Probe, Rollout, Taken
-from losses import DIS, LossInputs, PolicyGradient, PPOClip, Terms, group_mean, group_norm
+from losses import DIS, Corrected, Corrections, LossInputs, PolicyGradient, PPOClip, Terms, group_mean, group_norm
 from losses.inputs import Objective
 from tests.actors.models import save_tiny
 from tests.actors.training_data import Kept, one_prompt, rollout, store
@@ -81,17 +81,18 @@ def naive(folder: str, taken_groups: list[list[Rollout]], denominator: str) -> t
         for r in group:
             ids = torch.from_numpy(r.tokens.astype(np.int64))
             logits = model(ids[None]).logits[0, :-1] / r.sampling.temperature
-            for t in range(1, len(ids)):
-                if r.mask[t]:
-                    ratio = (logits[t - 1].log_softmax(-1)[ids[t]] - float(r.logprobs[t])).exp()
-                    total = total - ratio.detach() * (r.reward - mean) * logits[t - 1].log_softmax(-1)[ids[t]]
-                    tokens += 1
+            places = [t for t in range(1, len(ids)) if r.mask[t]]
+            share = len(places) if denominator == "rollout_means" else 1
+            for t in places:
+                ratio = (logits[t - 1].log_softmax(-1)[ids[t]] - float(r.logprobs[t])).exp()
+                total = total - ratio.detach() * (r.reward - mean) * logits[t - 1].log_softmax(-1)[ids[t]] / share
+                tokens += 1
     loss = total / (tokens if denominator == "tokens" else sum(len(g) for g in taken_groups))
     loss.backward()
     return loss.item(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("denominator", ["tokens", "sequences"])
+@pytest.mark.parametrize("denominator", ["tokens", "sequences", "rollout_means"])
 def test_gradient_equals_a_naive_float64_model(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, denominator: Any
 ) -> None:
@@ -105,6 +106,25 @@ def test_gradient_equals_a_naive_float64_model(
     assert got.keys() == want.keys()
     for name in want:
         torch.testing.assert_close(got[name].double(), want[name], rtol=1e-3, atol=1e-6 * norm, msg=name)
+
+
+def test_survivors_leave_dropped_tokens_out_of_the_denominator_and_weights_give_their_effective_sample_size(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups = random_groups(temperature=0.8)
+    taken = store(groups, str(tmp_path))
+    narrow = Corrected(base=PolicyGradient(), corrections=Corrections(token_band=(0.9, 1.1)))
+    (all_of_them, first), (survivors, second) = (
+        captured(trainer(model, narrow, denominator=name, clip_norm=1e9), taken, monkeypatch)
+        for name in ("tokens", "survivors")
+    )
+    kept = 1 - first.metrics["policy/masked"]
+    assert 0.01 < kept < 0.99
+    for name in all_of_them:
+        torch.testing.assert_close(survivors[name], all_of_them[name] / kept, rtol=1e-4, atol=1e-7, msg=name)
+    mean, square = second.metrics["policy/weight"], second.metrics["policy/weight_squared"]
+    # Weights within 0.9..1.1 on the kept tokens, 0 on the others: about as many tokens as were kept.
+    assert second.metrics["policy/ess"] == pytest.approx(mean**2 / square) == pytest.approx(kept, rel=0.01)
 
 
 def test_microbatches_order_and_packing_change_nothing(

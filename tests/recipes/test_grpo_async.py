@@ -249,7 +249,8 @@ def test_a_killed_process_ends_the_run_with_its_name_and_leaves_nothing(tmp_path
     rest, _ = process.communicate(timeout=60)
     assert time.monotonic() - began < 45
     assert process.returncode not in (0, None), rest
-    (line,) = [line for line in rest.splitlines() if line.startswith("grpo_async: ")]
+    line, last = (line for line in rest.splitlines() if line.startswith("grpo_async: "))
+    assert line == last == rest.rstrip().splitlines()[-1]
     assert "Killed(sig=9)" in line, line
     assert re.search(
         r"Trainer trainer|WeightPublisher publisher|Generator generator\d|WeightReceiver receiver\d", line
