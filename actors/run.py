@@ -184,6 +184,8 @@ class Run:
             log.warning("version %d is not evaluated: the evaluation before is still going on", version)
             evaluates = False
         self._publishing[version] = self._tasks.create_task(self._publish(version, row, evaluates))
+        if evaluates:  # from now on it is going on: no later version may reach the evaluator
+            self._evaluating = self._tasks.create_task(self._evaluate(version, self._publishing[version]))
         if evaluates or self._due(version, self.config.save.every):
             await self._save()
 
@@ -208,8 +210,6 @@ class Run:
     async def _publish(self, version: int, row: dict[str, float], evaluates: bool) -> None:
         """Push `version`, open new tickets, log the step that made it."""
         row |= await self._roles.sync.publish(version, None if evaluates else len(self._roles.generators))
-        if evaluates:
-            self._evaluating = self._tasks.create_task(self._evaluate(version))
         if version - 1 in self._publishing:
             await asyncio.shield(self._publishing.pop(version - 1))
         self.log.rollouts(await self._sampling.pop(version - 1))
@@ -256,9 +256,11 @@ class Run:
         chosen = choose(taken, self.config.log.rollouts)
         return [record for number in chosen for record in samples(taken, number, self._tokenizer)]
 
-    async def _evaluate(self, version: int) -> None:
-        """Play held-out rows at one version, which the evaluator keeps until the next evaluation."""
+    async def _evaluate(self, version: int, published: asyncio.Task[None] | None = None) -> None:
+        """Play held-out rows at one version, once it is published; the evaluator keeps it until the next one."""
         settings = self.config.eval
+        if published is not None:
+            await asyncio.shield(published)
         with self._evaluations("evaluate", version):
             judged = await evaluate(
                 self._roles.workers,
