@@ -25,6 +25,7 @@ from torch import Tensor
 
 from actors import payload
 from actors.types import Group, GroupMeta, Rollout, Taken
+from losses.advantages import ByRow
 from losses.inputs import LossInputs
 
 Advantage = Callable[[Tensor, Tensor], Tensor]
@@ -78,13 +79,22 @@ class Microbatch:
     """float32, never 0."""
     sequences: int
     """Rollouts with at least one target that counts."""
+    budget: int
+    """Sum of their `sampling.max_tokens`."""
 
     def to(self, device: torch.device) -> Microbatch:
         """The same on a device."""
         moved: dict[str, Any] = {n: v.to(device) for n, v in vars(self).items() if isinstance(v, Tensor)}
         return replace(self, **moved)
 
-    def loss_inputs(self, logprobs_T: Tensor, entropy_T: Tensor, old_T: Tensor | None = None) -> LossInputs:
+    def loss_inputs(
+        self,
+        logprobs_T: Tensor,
+        entropy_T: Tensor,
+        old_T: Tensor | None = None,
+        ref_T: Tensor | None = None,
+        teacher_T: Tensor | None = None,
+    ) -> LossInputs:
         """What the objective gets."""
         return LossInputs(
             logprobs_T=logprobs_T,
@@ -97,20 +107,26 @@ class Microbatch:
             group_T=self.group_T,
             temperature_T=self.temperature_T,
             old_T=old_T,
+            ref_T=ref_T,
+            teacher_T=teacher_T,
         )
 
 
-def plan(taken: Taken, *, ranks: int, updates: int, microbatch_tokens: int) -> list[tuple[Pieces, ...]]:
+def plan(
+    taken: Taken, *, ranks: int, updates: int, microbatch_tokens: int, whole_groups: bool = False
+) -> list[tuple[Pieces, ...]]:
     """For every optimizer update of a step, each rank's microbatches: `plan[update][rank][microbatch]`.
 
     A pure function of the metadata, so every rank computes the same and reads only the payloads that it needs.
     Updates are runs of whole groups, as even as they go: at least one, and fewer than asked for when there are fewer
     groups. In one update all ranks have equally many microbatches, at least one: missing ones are empty and stand for
-    `padding()`, since ranks must run the same number of forwards and backwards.
+    `padding()`, since ranks must run the same number of forwards and backwards. With `whole_groups` the members of a
+    group lie in one microbatch, however large.
     """
     plans, sizes = [], Sizes(taken.groups)
     for groups in _runs(range(len(taken.groups)), max(1, min(updates, len(taken.groups)))):
-        per_rank = [_pieces(members, sizes, microbatch_tokens) for members in share(sizes, ranks, groups)]
+        shares = share(sizes, ranks, groups, whole_groups=whole_groups)
+        per_rank = [_pieces(members, sizes, microbatch_tokens, whole_groups) for members in shares]
         most = max(1, *(len(pieces) for pieces in per_rank))
         plans.append(tuple(pieces + ((),) * (most - len(pieces)) for pieces in per_rank))
     return plans
@@ -134,9 +150,10 @@ class Sizes:
             self.prompts.append(prompt)
             self.own.append(np.maximum(group.lengths - 1 - prompt, 0).tolist())
 
-    def added(self, member: Member, computed: Collection[int]) -> int:
-        """Tokens of the rollout where the prompts of groups `computed` are there already."""
-        return self.own[member.group][member.member] + (0 if member.group in computed else self.prompts[member.group])
+    def added(self, members: Sequence[Member], computed: Collection[int]) -> int:
+        """Tokens of these rollouts of one group where the prompts of groups `computed` are there already."""
+        shared = self.prompts[members[0].group] if members[0].group in computed else 0
+        return self.total(members) - shared
 
     def total(self, members: Sequence[Member]) -> int:
         """Tokens of rollouts computed together."""
@@ -145,15 +162,15 @@ class Sizes:
         )
 
 
-def share(sizes: Sizes, ranks: int, chosen: Sequence[int]) -> list[list[Member]]:
+def share(sizes: Sizes, ranks: int, chosen: Sequence[int], *, whole_groups: bool = False) -> list[list[Member]]:
     """Give every rollout of the chosen groups to one rank, so that the heaviest has least to compute.
 
-    Dealt as whole groups, whose prompts are then computed once, or rollout by rollout if that balances better. Each
-    rank's rollouts come group by group.
+    Dealt as whole groups, whose prompts are then computed once, or rollout by rollout if that balances better and
+    `whole_groups` does not forbid it. Each rank's rollouts come group by group.
     """
     groups = [[Member(group, member) for member in range(len(sizes.own[group]))] for group in chosen]
     rollouts = [[member] for group in groups for member in group]
-    dealt = [_deal(units, sizes, ranks) for units in (groups, rollouts)]
+    dealt = [_deal(units, sizes, ranks) for units in ((groups,) if whole_groups else (groups, rollouts))]
     best = min(dealt, key=lambda shares: max(map(sizes.total, shares)))
     return [sorted(members) for members in best]
 
@@ -165,26 +182,25 @@ def _deal(units: Sequence[Sequence[Member]], sizes: Sizes, ranks: int) -> list[l
     computed: list[set[int]] = [set() for _ in range(ranks)]
     for unit in sorted(units, key=lambda unit: (-sizes.total(unit), unit)):
         tokens, rank = load[0]
-        for member in unit:
-            tokens += sizes.added(member, computed[rank])
-            computed[rank].add(member.group)
         shares[rank] += unit
-        heapq.heapreplace(load, (tokens, rank))
+        heapq.heapreplace(load, (tokens + sizes.added(unit, computed[rank]), rank))
+        computed[rank].add(unit[0].group)
     return shares
 
 
-def _pieces(members: Sequence[Member], sizes: Sizes, limit: int) -> Pieces:
-    """Cut a rank's rollouts into microbatches of at most `limit` tokens."""
+def _pieces(members: Sequence[Member], sizes: Sizes, limit: int, whole_groups: bool) -> Pieces:
+    """Cut a rank's rollouts into microbatches of at most `limit` tokens; one rollout or group may have more."""
     pieces: list[tuple[Member, ...]] = []
     current: list[Member] = []
     tokens, computed = 0, set[int]()
-    for member in members:
-        if tokens and tokens + sizes.added(member, computed) > limit:
+    for _, unit in itertools.groupby(members, key=lambda member: member.group if whole_groups else member):
+        added = list(unit)
+        if tokens and tokens + sizes.added(added, computed) > limit:
             pieces.append(tuple(current))
             current, tokens, computed = [], 0, set()
-        tokens += sizes.added(member, computed)
-        current.append(member)
-        computed.add(member.group)
+        tokens += sizes.added(added, computed)
+        current += added
+        computed.add(added[0].group)
     return tuple(pieces) + ((tuple(current),) if current else ())
 
 
@@ -195,7 +211,8 @@ def _runs(items: Sequence[T], count: int) -> list[Sequence[T]]:
 
 
 def advantages(taken: Taken, estimate: Advantage) -> list[np.ndarray]:
-    """Each group's advantages [members], estimated once over the rewards of the whole step.
+    """Each group's advantages [members], estimated once over the rewards of the whole step. Groups are named by their
+    ticket, or by their dataset row to an estimator that asks for it.
 
     Raises:
         ValueError: the estimator gave another shape, or a value that is not finite.
@@ -204,7 +221,8 @@ def advantages(taken: Taken, estimate: Advantage) -> list[np.ndarray]:
         return []
     sizes = [len(group.rewards) for group in taken.groups]
     rewards_N = torch.from_numpy(np.concatenate([group.rewards for group in taken.groups]))
-    groups_N = torch.from_numpy(np.repeat(np.array([group.ticket for group in taken.groups], dtype=np.int64), sizes))
+    names = [group.row if isinstance(estimate, ByRow) else group.ticket for group in taken.groups]
+    groups_N = torch.from_numpy(np.repeat(np.array(names, dtype=np.int64), sizes))
     estimated_N = estimate(rewards_N, groups_N)
     if estimated_N.shape != rewards_N.shape or not estimated_N.isfinite().all():
         raise ValueError(
@@ -292,7 +310,8 @@ def pack(
         segment_T=torch.from_numpy(segment),
         group_T=spread(tickets, np.int64),
         temperature_T=spread([r.sampling.temperature or 1.0 for r in rollouts], np.float32),
-        sequences=len(np.unique(segment[mask])),
+        sequences=len(counted := np.unique(segment[mask])),
+        budget=sum(rollouts[i].sampling.max_tokens for i in counted.tolist()),
     )
 
 
@@ -320,4 +339,5 @@ def padding() -> Microbatch:
         group_T=none,
         temperature_T=torch.ones(1),
         sequences=0,
+        budget=0,
     )

@@ -166,10 +166,14 @@ class TrainerConfig:
     """Optimizer updates that one step splits its batch into."""
     microbatch_tokens: int = 8192
     """Most tokens of one packed microbatch; a longer rollout is a microbatch of its own."""
-    denominator: Literal["tokens", "survivors", "sequences", "rollout_means"] = "tokens"
+    denominator: Literal["tokens", "survivors", "sequences", "rollout_means", "max_tokens"] = "tokens"
     """What the summed loss is divided by, over all ranks: trainable tokens (zero-variance groups too), those of them
     that the objective did not drop, or rollouts; with rollout_means each rollout's tokens are averaged before, as in
-    GRPO and GSPO."""
+    GRPO and GSPO; max_tokens is rollouts times `--sampling.max-tokens`, which no length changes, as in Dr.GRPO."""
+    reference: str | None = None
+    """Folder of the model that a KL penalty or preferences compare with. Default: the run's first weights."""
+    teacher: str | None = None
+    """Folder of the model that distillation learns from; it has the tokenizer of `--model`."""
 
     def __post_init__(self) -> None:
         require("trainer", 1, ranks=self.ranks, threads=self.threads, updates_per_step=self.updates_per_step)

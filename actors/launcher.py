@@ -35,6 +35,7 @@ from actors.tickets import admission
 from actors.tokenizer import Tokenizer
 from actors.trainer import Trainer
 from actors.transports import make_transport
+from losses.inputs import ReadsReference, ReadsTeacher, WholeGroups, reads
 
 if TYPE_CHECKING:
     from actors.batching import Advantage
@@ -139,6 +140,41 @@ def check(config: RunConfig, task: Task) -> tuple[Placement, int]:
     return placement, room
 
 
+def check_objective(config: RunConfig, loss: Objective) -> None:
+    """Refuse settings that the objective contradicts.
+
+    Raises:
+        ValueError, OSError: a model to compare with is missing, or given for nothing; the denominator does not fit;
+            single rollouts would be compared with nothing.
+    """
+    trainer = config.trainer
+    for name, mark in (("reference", ReadsReference), ("teacher", ReadsTeacher)):
+        folder = vars(trainer)[name]
+        if not reads(loss, mark):
+            if folder is not None:
+                raise ValueError(f"--trainer.{name} is given, but the objective compares with no {name}: leave it out")
+        elif folder is None and mark is ReadsTeacher:
+            raise ValueError("the objective learns from a teacher: give its folder as --trainer.teacher")
+        elif folder is not None:
+            check_model(folder, config.sampling)
+            assert config.model is not None
+            if Tokenizer.load(folder).inner.get_vocab() != Tokenizer.load(config.model).inner.get_vocab():
+                raise ValueError(f"--trainer.{name} {folder} has another vocabulary than --model {config.model}")
+    if reads(loss, WholeGroups) and trainer.denominator != "sequences":
+        raise ValueError(
+            f"--trainer.denominator {trainer.denominator} would weigh pairs by length: this objective compares whole "
+            "rollouts, use sequences"
+        )
+    if config.group_size == 1:
+        if config.buffer.zero_variance != "keep":
+            raise ValueError(
+                "--group-size 1 leaves no variance in a group, and --buffer.zero-variance "
+                f"{config.buffer.zero_variance} would drop all: use keep"
+            )
+        if reads(loss, WholeGroups):
+            raise ValueError("--group-size 1 leaves nothing to compare within a group, as this objective does")
+
+
 def held_out(task: Task) -> int:
     """Rows that a task keeps for evaluation."""
     return task.held_out_rows if isinstance(task, HeldOut) else 0
@@ -164,6 +200,7 @@ async def launch(config: RunConfig, *, task: Task, loss: Objective, advantage: A
     """
     config = resolve(config)
     placement, room = check(config, task)
+    check_objective(config, loss)
     output = config.output_dir or default_folder(Path(sys.argv[0]).stem)
     async with AsyncExitStack() as stack:
         stack.enter_context(held(output))

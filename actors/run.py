@@ -225,7 +225,8 @@ class Run:
 
     def _look(self, row: dict[str, float]) -> None:
         """Say so when the rewards give nothing to learn from."""
-        self._flat = self._flat + 1 if row["reward/zero_variance"] == 1 else 0
+        flat = row["reward/zero_variance"] == 1 and self.config.group_size > 1
+        self._flat = self._flat + 1 if flat else 0
         if self._flat == FLAT_STEPS:
             log.warning(
                 "in the last %d steps no group had different rewards, so nothing is learnt: look at the rollouts with "

@@ -7,13 +7,14 @@ The trainer waits for a copy in memory only; an actor beside it writes the copy 
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from monarch.actor import Actor, concurrent_endpoint
 
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
     from actors.training import Training
+
+MEMORY = "advantage.json"
+"""File beside the tensors: what the advantage estimator remembers."""
 
 # Sibling actors of a process meet here: a trainer rank and its writer.
 _savers: dict[str, Saver] = {}
@@ -44,12 +48,14 @@ class Saver:
         self._writer = SafetensorsWriter
         self._training, self._group = training, group
         self._copy: dict[str, Tensor] | None = None
+        self._memory: Any = None
         _savers[run_dir] = self
 
     def copy(self) -> float:
         """Copy the rank's state to host memory, in place of an earlier copy; returns seconds."""
         begin = time.perf_counter()
         self._copy = {name: tensor.to("cpu", copy=True) for name, tensor in self._training.state().items()}
+        self._memory = self._training.memory()
         return time.perf_counter() - begin
 
     def write(self, folder: Path) -> float:
@@ -71,6 +77,8 @@ class Saver:
             save(state, storage_writer=self._writer(target), process_group=self._group, no_dist=self._group is None)
             del state
             if self._training.rank == 0:
+                if self._memory is not None:
+                    (target / MEMORY).write_text(json.dumps(self._memory))
                 self._training.backend.export(str(folder / MODEL), read_weights(target))
         return time.perf_counter() - begin
 
@@ -92,6 +100,20 @@ def load(state: dict[str, Tensor], folder: Path, group: ProcessGroup | None) -> 
         found = _sizes(reader)
         wanted = {name: tensor for name, tensor in state.items() if name in found or not name.startswith("rng/")}
         state_dict_loader.load(wanted, storage_reader=reader, process_group=group, no_dist=group is None)
+
+
+def load_memory(folder: Path) -> Any:
+    """What the advantage estimator remembered; None of one that does not.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
+    try:
+        return json.loads((folder / MEMORY).read_text())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise ValueError(f"cannot load {folder / MEMORY}: {error}") from error
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:

@@ -47,9 +47,10 @@ class Trainer(Actor):
         from torch.distributed.device_mesh import init_device_mesh
 
         from actors.backends.hf import HfModel
-        from actors.saving import Saver, load
+        from actors.saving import Saver, load, load_memory
         from actors.sync import Slots
         from actors.training import Training
+        from losses.inputs import ReadsReference, ReadsTeacher, reads
 
         torch.set_num_threads(self._config.threads)
         device = torch.device(self._device)
@@ -61,6 +62,13 @@ class Trainer(Actor):
             torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
             mesh = init_device_mesh(device.type, (self._config.ranks,))
             group = torch.distributed.new_group(backend="gloo")
+
+        def compared(mark: type, folder: str | None) -> HfModel | None:
+            """A second model, if the objective reads what it says."""
+            if not reads(objective, mark):
+                return None
+            return HfModel(folder or model, self._config.dtype, device, mesh, frozen=True)
+
         backend = HfModel(model, self._config.dtype, device, mesh)
         self._training = Training(
             self._config,
@@ -68,6 +76,8 @@ class Trainer(Actor):
             objective,
             advantage,
             Slots.create(self._run_dir, self._rank, backend.shards(), self._sync.dtype),
+            reference=compared(ReadsReference, self._config.reference),
+            teacher=compared(ReadsTeacher, self._config.teacher),
             total_steps=total_steps,
             version=version,
             rank=self._rank,
@@ -76,7 +86,7 @@ class Trainer(Actor):
         if checkpoint is not None:
             state = self._training.state()
             load(state, Path(checkpoint), group)
-            self._training.load_state(state)
+            self._training.load_state(state, load_memory(Path(checkpoint)))
         self._saver = Saver(self._run_dir, self._training, group)
 
     @endpoint

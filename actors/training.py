@@ -9,9 +9,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -22,12 +21,23 @@ from actors import payload
 from actors.backends.base import Backend
 from actors.batching import Advantage, Microbatch, advantages, load, pack, plan
 from actors.config import TrainerConfig
+from actors.measures import measure, policy_metrics, spread
 from actors.types import Probe, StepReport, Taken
 from actors.weights import box_of
-from losses.inputs import LossInputs, Objective, ReadsOld, reads
+from losses.advantages import ByRow
+from losses.inputs import Objective, ReadsOld, WholeGroups, reads
 from losses.ops import neutral, reduce_terms
 
 log = logging.getLogger(__name__)
+
+
+class Scored(NamedTuple):
+    """A microbatch, and its logprobs [T] under policies that stand still during the step, where they are read."""
+
+    microbatch: Microbatch
+    old_T: Tensor | None
+    ref_T: Tensor | None
+    teacher_T: Tensor | None
 
 
 class Staging(Protocol):
@@ -66,6 +76,7 @@ class Training:
         objective: gives one loss value per token.
         advantage: from the rewards of a step to one advantage per rollout.
         staging: where each new version is copied for the generators.
+        reference, teacher: models that an objective compares with, laid out as `backend`; they stand still.
         total_steps: of the run; the learning rate's decay ends with the last one.
         version: of the weights that the backend holds.
     """
@@ -78,6 +89,8 @@ class Training:
         advantage: Advantage,
         staging: Staging,
         *,
+        reference: Backend | None = None,
+        teacher: Backend | None = None,
         total_steps: int,
         version: int = 0,
         rank: int = 0,
@@ -85,6 +98,7 @@ class Training:
     ) -> None:
         self.config, self.backend, self.objective, self.advantage = config, backend, objective, advantage
         self.staging, self.version, self.rank = staging, version, rank
+        self.reference, self.teacher = reference, teacher
         self.device = device or torch.device("cpu")
         self.total_updates = total_steps * config.updates_per_step
         self.parameters = backend.parameters()
@@ -116,15 +130,19 @@ class Training:
                 ranks=self.config.ranks,
                 updates=self.config.updates_per_step,
                 microbatch_tokens=self.config.microbatch_tokens,
+                whole_groups=reads(self.objective, WholeGroups),
             )
         ]
-        updates = [[m.to(self.device) for m in load(taken, piece, advantage)] for piece in pieces]
-        reads_old = reads(self.objective, ReadsOld) and len(updates) > 1
-        old = [[self._score(m) if reads_old else None for m in microbatches] for microbatches in updates]
-        sums: Counter[str] = Counter()
+        old = self.backend if reads(self.objective, ReadsOld) and len(pieces) > 1 else None
+        still = (old, self.reference, self.teacher)
+        updates = [
+            [Scored(m, *(self._score(m, model) for model in still)) for m in microbatches]
+            for microbatches in ([m.to(self.device) for m in load(taken, piece, advantage)] for piece in pieces)
+        ]
+        sums: dict[str, Tensor] = {}
         peaks = torch.zeros(2, dtype=torch.float64, device=self.device)
-        for number, (microbatches, old_T) in enumerate(zip(updates, old, strict=True)):
-            sums.update(self._update(number, microbatches, old_T, peaks))
+        for number, scored in enumerate(updates):
+            sums = _added(sums, self._update(number, scored, peaks))
         peaks = self._over_ranks(peaks, "max")
         self.version += 1
         staged = self.staging.stage(self.version)
@@ -132,11 +150,13 @@ class Training:
         return StepReport(
             step=taken.step,
             rollouts=len(members),
-            tokens=sum(int(m.mask_T.sum()) for microbatches in updates for m in microbatches),
+            tokens=sum(int(scored.microbatch.mask_T.sum()) for update in updates for scored in update),
             tickets=tuple(sorted(taken.groups[m.group].ticket for m in members if m.member == 0)),
             metrics=metrics
-            | _means(sums, len(updates))
+            | policy_metrics(sums)
+            | spread(taken, advantage)
             | {
+                **{f"policy/{name}": sums[name].item() / len(updates) for name in ("loss", "grad_norm", "lr")},
                 "policy/ratio_max": peaks[0].item(),
                 "staleness/max": peaks[1].item(),
                 "time/stage": staged,
@@ -157,8 +177,13 @@ class Training:
             state |= {f"{kind}/{name}": tensor for kind, tensor in moments.items()}
         return state | {"version": torch.tensor(self.version), f"rng/{self.rank}": torch.get_rng_state()}
 
-    def load_state(self, state: dict[str, Tensor]) -> None:
+    def memory(self) -> Any:
+        """What the advantage estimator remembers of earlier steps, as plain JSON; None of one that does not."""
+        return self.advantage.state() if isinstance(self.advantage, ByRow) else None
+
+    def load_state(self, state: dict[str, Tensor], memory: Any = None) -> None:
         """Go on from `state`'s tensors, filled in place since: take over what is not aliased and stage the weights.
+        `memory` is what `memory()` gave with it.
 
         Raises:
             ValueError: the state is of another version than the one held.
@@ -166,44 +191,41 @@ class Training:
         if (version := int(state["version"])) != self.version:
             raise ValueError(f"trainer rank {self.rank}: the checkpoint is of version {version}, not {self.version}")
         torch.set_rng_state(state[f"rng/{self.rank}"])
+        if isinstance(self.advantage, ByRow):
+            if memory is None:
+                log.warning("version %d was made without such an advantage estimator: it begins anew", self.version)
+            else:
+                self.advantage.load_state(memory)
         self.staging.stage(self.version)
 
-    def _update(
-        self, number: int, microbatches: list[Microbatch], old: list[Tensor | None], peaks: Tensor
-    ) -> dict[str, float]:
+    def _update(self, number: int, scored: list[Scored], peaks: Tensor) -> dict[str, Tensor]:
         """One optimizer update. Returns sums over all ranks; `peaks` (ratio, staleness) grows to this rank's."""
         sums: dict[str, Tensor] = {}
-        for microbatch, old_T in zip(microbatches, old, strict=True):
+        for microbatch, old_T, ref_T, teacher_T in scored:
             logprobs_T, entropy_T = self.backend.forward(microbatch)
-            inputs = neutral(microbatch.loss_inputs(logprobs_T, entropy_T, old_T))
-            means = self.config.denominator == "rollout_means"
-            terms = reduce_terms(self.objective(inputs), inputs, rollout_means=means)
-            terms.loss.backward()
-            log_ratio, start_T = _counted(logprobs_T, inputs), logprobs_T if old_T is None else old_T
-            lag, at_start = _counted(start_T, inputs), number == 0 or old_T is not None
-            staleness = inputs.staleness_T[inputs.mask_T].double()
-            peaks[0] = torch.cat([peaks[:1], log_ratio.exp()]).amax()
-            peaks[1] = torch.cat([peaks[1:], staleness]).amax()
-            part = {
-                "tokens": terms.tokens,
-                "survivors": terms.survivors,
-                "sequences": torch.tensor(microbatch.sequences, device=self.device),
-                "loss": terms.loss.detach(),
-                "entropy": entropy_T.detach()[inputs.mask_T].double().sum(),
-                "staleness": staleness.sum(),
-                "lag_kl": (lag.expm1() - lag).sum() if at_start else lag.new_zeros(()),
-                "lag_tokens": terms.tokens if at_start else terms.tokens * 0,
-                **{f"policy/{name}": value for name, value in terms.diagnostics.items()},
-            }
-            sums = {name: value.double() + sums.get(name, 0.0) for name, value in part.items()}
-        summed = dict(zip(sums, self._over_ranks(torch.stack(list(sums.values())), "sum").tolist(), strict=True))
-        weight = summed["sequences" if self.config.denominator == "rollout_means" else self.config.denominator]
+            inputs = neutral(microbatch.loss_inputs(logprobs_T, entropy_T, old_T, ref_T, teacher_T))
+            terms = self.objective(inputs)
+            part = reduce_terms(terms, inputs, rollout_means=self.config.denominator == "rollout_means")
+            part.loss.backward()
+            start_T = logprobs_T if number == 0 else old_T
+            counts = {"sequences": microbatch.sequences, "max_tokens": microbatch.budget}
+            of_rollouts = {name: torch.tensor(count, device=self.device) for name, count in counts.items()}
+            sums = _added(sums, measure(inputs, terms, part, start_T) | of_rollouts)
+            ratio_C = (inputs.logprobs_T.detach() - inputs.behaviour_T)[inputs.mask_T].double().exp()
+            peaks[0] = torch.cat([peaks[:1], ratio_C]).amax()
+            peaks[1] = torch.cat([peaks[1:], inputs.staleness_T[inputs.mask_T].double()]).amax()
+        flat = self._over_ranks(torch.cat([value.flatten() for value in sums.values()]), "sum")
+        parts = flat.split([value.numel() for value in sums.values()])
+        sums = {name: part.view_as(value) for (name, value), part in zip(sums.items(), parts, strict=True)}
+        chosen = self.config.denominator
+        weight = sums["sequences" if chosen == "rollout_means" else chosen].item()
         rate = learning_rate(self.config, self.version * self.config.updates_per_step + number, self.total_updates)
         norm = self._apply(weight, rate) if weight else 0.0
         if not weight:
             log.warning("step %d: no token of update %d counts, so the weights stay as they are", self.version, number)
         self.optimizer.zero_grad()
-        return summed | {"mean_loss": summed["loss"] / max(weight, 1.0), "norm": norm, "rate": rate}
+        of_update = {"loss": sums["loss"].item() / max(weight, 1.0), "grad_norm": norm, "lr": rate}
+        return sums | {name: torch.tensor(value, dtype=torch.float64) for name, value in of_update.items()}
 
     def _apply(self, weight: float, rate: float) -> float:
         """Divide the summed gradients by `weight`, clip, update; returns the global norm before the clip."""
@@ -233,10 +255,12 @@ class Training:
             return "though every gradient is finite: their squares overflow; lower the rewards' scale"
         return f"first in {names[first]}; check logprobs and advantages of the batch, or lower --trainer.lr"
 
-    def _score(self, microbatch: Microbatch) -> Tensor:
-        """Logprobs [T] under the live weights, without a graph."""
+    def _score(self, microbatch: Microbatch, model: Backend | None) -> Tensor | None:
+        """Logprobs [T] under a model's present weights, without a graph."""
+        if model is None:
+            return None
         with torch.no_grad():
-            return self.backend.forward(microbatch)[0]
+            return model.forward(microbatch)[0]
 
     def _compare(self, probe: Probe | None) -> dict[str, float]:
         """|trainer - engine| of the probe's logprobs, both at its version; nan if there is nothing to compare. Every
@@ -255,7 +279,8 @@ class Training:
         ).to(self.device)
         live = probe.version == self.version and self.staging.exact
         with nullcontext() if live else self.staging.weights_of(probe.version):
-            logprobs_T = self._score(microbatch)
+            logprobs_T = self._score(microbatch, self.backend)
+        assert logprobs_T is not None
         counts_T = microbatch.mask_T & (microbatch.versions_T == probe.version)
         return (logprobs_T - microbatch.behaviour_T)[counts_T].abs().double()
 
@@ -267,27 +292,6 @@ class Training:
         return values
 
 
-def _counted(logprobs_T: Tensor, inputs: LossInputs) -> Tensor:
-    """Log ratios to behaviour of the tokens that count, in float64."""
-    return (logprobs_T.detach() - inputs.behaviour_T)[inputs.mask_T].double()
-
-
-def _means(sums: Counter[str], updates: int) -> dict[str, float]:
-    """A step's metrics from its sums over updates and ranks."""
-    tokens = max(sums["tokens"], 1.0)
-    weights = {}
-    if "policy/weight" in sums:
-        # Kish's effective sample size over the tokens, as a share: (sum w)^2 / (n sum w^2).
-        weights["policy/ess"] = sums["policy/weight"] ** 2 / max(tokens * sums["policy/weight_squared"], 1e-30)
-    return {
-        "policy/loss": sums["mean_loss"] / updates,
-        "policy/grad_norm": sums["norm"] / updates,
-        "policy/lr": sums["rate"] / updates,
-        "policy/entropy": sums["entropy"] / tokens,
-        "policy/lag_kl": sums["lag_kl"] / max(sums["lag_tokens"], 1.0),
-        "policy/masked": 0.0,  # an objective that masks says so itself
-        **{name: value / tokens for name, value in sums.items() if name.startswith("policy/")},
-        **weights,
-        "staleness/mean": sums["staleness"] / tokens,
-        "perf/trained_tokens": sums["tokens"],
-    }
+def _added(sums: dict[str, Tensor], more: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Sums by name, in float64."""
+    return {name: value.double() + sums.get(name, 0.0) for name, value in more.items()}

@@ -15,7 +15,7 @@ Names of the field that are combinations, and so have no class:
 | decoupled PPO (AReaL) | `Corrected(base=PPOClip(), ...)` with `token_cap=5` | any | tokens |
 """
 
-from losses.advantages import RunningMean, group_mean, group_mean_whitened, group_norm, leave_one_out, whitened
+from losses.advantages import ByRow, RunningMean, group_mean, group_mean_whitened, group_norm, leave_one_out, whitened
 from losses.cispo import CISPO
 from losses.corrected import Corrected
 from losses.corrections import Corrections
@@ -50,6 +50,7 @@ __all__ = [
     "DPPO",
     "GSPO",
     "TOPR",
+    "ByRow",
     "Composite",
     "Corrected",
     "Corrections",

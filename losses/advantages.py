@@ -8,7 +8,8 @@ Axis legend: `_N` is the rollouts of a step, `_G` its groups. Computed in float6
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,23 +50,47 @@ def group_mean_whitened(rewards_N: Tensor, groups_N: Tensor) -> Tensor:
     return _whitened(_centred(rewards_N, groups_N)[0]).to(rewards_N.dtype)
 
 
-class RunningMean:
+class ByRow(ABC):
+    """Base of an estimator that compares a rollout with earlier ones of its dataset row.
+
+    It is called once a step, with the number of each rollout's row in place of its group, and remembers. Every trainer
+    rank holds its own and sees the same calls; checkpoints keep what it remembers.
+    """
+
+    @abstractmethod
+    def __call__(self, rewards_N: Tensor, rows_N: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def state(self) -> Any:
+        """What another object needs to go on, as plain JSON."""
+
+    @abstractmethod
+    def load_state(self, state: Any) -> None:
+        """Go on from another's state."""
+
+
+class RunningMean(ByRow):
     """Reward minus the mean of the last `window` rewards that the same dataset row got before this call.
 
-    For one rollout per row, where there is no group (SAO, arXiv 2607.07508, ablation of the critic). It is called once
-    a step, with the number of each rollout's dataset row in place of its group. A row not seen before is compared to
-    the mean of all rewards of the call. Every trainer rank must hold the same state and see the same calls.
+    For one rollout per row, where there is no group (SAO, arXiv 2607.07508, ablation of the critic). A row not seen
+    before is compared to the mean of all rewards of the call.
 
     Args:
         window: rewards remembered of each row.
-        recent: those of an earlier object, to go on with.
     """
 
-    def __init__(self, window: int = 8, recent: dict[int, list[float]] | None = None) -> None:
+    def __init__(self, window: int = 8) -> None:
         if window < 1:
             raise ValueError(f"RunningMean: window must be at least 1, got {window}")
         self.window = window
-        self.recent: dict[int, list[float]] = {row: list(rewards) for row, rewards in (recent or {}).items()}
+        self.recent: dict[int, list[float]] = {}
+        """By row, oldest first."""
+
+    def state(self) -> list[list[Any]]:
+        return [[row, list(rewards)] for row, rewards in self.recent.items()]
+
+    def load_state(self, state: list[list[Any]]) -> None:
+        self.recent = {row: rewards[-self.window :] for row, rewards in state}
 
     def __call__(self, rewards_N: Tensor, rows_N: Tensor) -> Tensor:
         rows, rewards = rows_N.tolist(), rewards_N.tolist()

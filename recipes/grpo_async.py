@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -17,9 +18,13 @@ from losses import (
     GSPO,
     TOPR,
     Corrected,
+    Distill,
+    DistillForward,
     Kimi15,
+    OnlineDPO,
     PolicyGradient,
     PPOClip,
+    RunningMean,
     group_mean,
     group_mean_whitened,
     group_norm,
@@ -35,7 +40,31 @@ from recipes.tasks.modmix import Modmix
 from recipes.tasks.scratchpad import Scratchpad
 
 Tasks = Addition | Modmix | Calculator | Dataset | ReasoningGym | Verifiers
-Losses = DIS | PPOClip | PolicyGradient | CISPO | GSPO | TOPR | Kimi15 | DPPO | Corrected
+Losses = (
+    DIS
+    | PPOClip
+    | PolicyGradient
+    | CISPO
+    | GSPO
+    | TOPR
+    | Kimi15
+    | DPPO
+    | Corrected
+    | OnlineDPO
+    | Distill
+    | DistillForward
+)
+Estimator = Literal["group_norm", "group_mean", "leave_one_out", "whitened", "group_mean_whitened", "running_mean"]
+ADVANTAGES: dict[Estimator, Callable[..., Any]] = {
+    "group_norm": group_norm,
+    "group_mean": group_mean,
+    "leave_one_out": leave_one_out,
+    "whitened": whitened,
+    "group_mean_whitened": group_mean_whitened,
+    "running_mean": RunningMean(),
+}
+WITHOUT_GROUPS = ("whitened", "running_mean")
+"""What gives single rollouts an advantage."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,17 +75,9 @@ class Config(RunConfig):
     """What to learn."""
     loss: Losses = field(default_factory=DIS)
     """Objective."""
-    advantage: Literal["group_norm", "group_mean", "leave_one_out", "whitened", "group_mean_whitened"] = "group_norm"
-    """How rewards become advantages."""
-
-
-ADVANTAGES = {
-    "group_norm": group_norm,
-    "group_mean": group_mean,
-    "leave_one_out": leave_one_out,
-    "whitened": whitened,
-    "group_mean_whitened": group_mean_whitened,
-}
+    advantage: Estimator = "group_norm"
+    """How rewards become advantages: within groups; over the whole step (whitened); or against the mean of the last 8
+    rewards of the same row (running_mean)."""
 
 
 def of_task(task: Tasks, model: str | None, sampling: Sampling) -> tuple[str | None, Sampling]:
@@ -71,8 +92,11 @@ async def train(config: Config) -> dict[str, Any]:
     """Start every role, run all steps, leave the output folder; returns the summary."""
     model, sampling = of_task(config.task, config.model, config.sampling)
     config = replace(config, model=model, sampling=sampling)
-    if config.group_size == 1 and config.advantage != "whitened":
-        raise ValueError(f"--group-size 1 makes every advantage 0 with --advantage {config.advantage}: use whitened")
+    if config.group_size == 1 and config.advantage not in WITHOUT_GROUPS:
+        raise ValueError(
+            f"--group-size 1 makes every advantage 0 with --advantage {config.advantage}: use "
+            f"{' or '.join(WITHOUT_GROUPS)}"
+        )
     advantage = ADVANTAGES[config.advantage]
     async with launch(config, task=config.task, loss=config.loss, advantage=advantage) as run:
         async for batch in run.batches():

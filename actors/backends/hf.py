@@ -71,15 +71,25 @@ class HfModel:
         dtype: of forward and backward.
         device: where this rank computes.
         mesh: the data-parallel ranks (one dimension); None for a single rank, which needs no process group.
+        frozen: never trained: no gradient, and kept in `dtype`.
 
     Raises:
         ValueError: the model's logits are not hidden @ head.T, or it has no list of decoder layers.
     """
 
-    def __init__(self, folder: str, dtype: Dtype, device: torch.device, mesh: DeviceMesh | None = None) -> None:
+    def __init__(
+        self,
+        folder: str,
+        dtype: Dtype,
+        device: torch.device,
+        mesh: DeviceMesh | None = None,
+        *,
+        frozen: bool = False,
+    ) -> None:
         register_attention("packed", packed_attention)
         self.folder, self.device = Path(folder), device
-        self.model: Any = load_model(folder, "float32", "packed").to(device)
+        self.model: Any = load_model(folder, dtype if frozen else "float32", "packed").to(device)
+        self.model.requires_grad_(not frozen)
         self.compute = torch_dtype(dtype)
         self.scored = _Scored(self.model)
         _check_head(self.model, self.scored, folder, device)

@@ -126,7 +126,7 @@ def test_sizes_of_rollouts_that_may_share_less() -> None:
     sizes = Sizes([uneven, taken.groups[1]])
     assert sizes.total([Member(0, 0), Member(0, 1)]) == 9 + 11
     assert sizes.total([Member(1, 0), Member(1, 1)]) == 3 + 5 + 3
-    assert sizes.added(Member(1, 1), {0}) == 6 and sizes.added(Member(1, 1), {1}) == 3
+    assert sizes.added([Member(1, 1)], {0}) == 6 and sizes.added([Member(1, 1)], {1}) == 3
 
 
 def test_the_shift_by_hand() -> None:

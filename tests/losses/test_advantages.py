@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import pickle
 import random
@@ -106,7 +107,8 @@ def test_running_mean_by_hand() -> None:
     assert baseline(torch.tensor([1.0, 0.0]), torch.tensor([5, 5])).tolist() == [0.5, -0.5]
     assert baseline(torch.tensor([4.0, 1.0]), torch.tensor([5, 9])).tolist() == [3.5, -1.5]
     other: RunningMean = pickle.loads(pickle.dumps(baseline))
-    restored = RunningMean(window=2, recent=baseline.recent)
+    restored = RunningMean(window=2)
+    restored.load_state(json.loads(json.dumps(baseline.state())))
     for same in (baseline, other, restored):
         assert same(torch.tensor([4.0, 0.0]), torch.tensor([5, 5])).tolist() == [2.0, -2.0]
     assert baseline.recent == {5: [4.0, 0.0], 9: [1.0]}
