@@ -16,7 +16,7 @@ from torch import Tensor
 from actors.types import Taken
 from losses.inputs import LossInputs, Terms
 from losses.ops import Sums
-from losses.ratios import LOG_RATIO_LIMIT
+from losses.ratios import LOG_RATIO_LIMIT, limited
 
 AGES = {"0": 0, "1": 1, "2": 2, "3_4": 4, "5_8": 8, "9_16": 16}
 """Classes of staleness by name, and the last version of each; beyond is `17_up`."""
@@ -35,7 +35,7 @@ def measure(inputs: LossInputs, terms: Terms, sums: Sums, start_T: Tensor | None
         start_T: logprobs under the weights at the start of the step; None where these are gone.
     """
     mask_T = inputs.mask_T
-    ratio_C = (inputs.logprobs_T.detach() - inputs.behaviour_T)[mask_T].double()
+    log_C = limited(inputs.logprobs_T.detach() - inputs.behaviour_T)[mask_T].double()
     staleness_C = inputs.staleness_T[mask_T]
     age_C = torch.bucketize(staleness_C, torch.tensor(list(AGES.values()), device=staleness_C.device))
     masked_T = terms.diagnostics_T.get("masked", torch.zeros_like(inputs.behaviour_T))
@@ -45,7 +45,8 @@ def measure(inputs: LossInputs, terms: Terms, sums: Sums, start_T: Tensor | None
         "loss": sums.loss.detach(),
         "entropy": inputs.entropy_T.detach()[mask_T].double().sum(),
         "staleness": staleness_C.sum(),
-        "ratios": _histogram(ratio_C),
+        "ratios": _histogram(log_C),
+        "weights": torch.stack([log_C.exp().sum(), (2 * log_C).exp().sum()]),
         "ages": age_C.bincount(minlength=len(AGES) + 1),
         "masked_ages": age_C.bincount(masked_T.detach()[mask_T].double(), minlength=len(AGES) + 1),
         "moments": torch.zeros(6, device=mask_T.device),
@@ -66,11 +67,9 @@ def policy_metrics(sums: dict[str, Tensor]) -> dict[str, float]:
     tokens = max(sums["tokens"].item(), 1.0)
     counted, *_ = moments = sums["moments"].tolist()
     lag_k1, lag_k3 = (sums["lag"] / max(counted, 1.0)).tolist()
-    weights = {}
-    if "policy/weight" in sums:
-        # Kish's effective sample size over the tokens, as a share: (sum w)^2 / (n sum w^2).
+    weight, squared = sums["weights"].tolist()
+    if "policy/weight" in sums:  # the objective's own instead of the plain ratio
         weight, squared = sums["policy/weight"].item(), sums["policy/weight_squared"].item()
-        weights["policy/ess"] = weight**2 / max(tokens * squared, 1e-30)
     shares = (sums["masked_ages"] / sums["ages"]).tolist()
     return {
         "policy/entropy": sums["entropy"].item() / tokens,
@@ -79,7 +78,8 @@ def policy_metrics(sums: dict[str, Tensor]) -> dict[str, float]:
         "policy/lag_pearson": _pearson(moments),
         "policy/masked": 0.0,  # an objective that masks says so itself
         **{name: value.item() / tokens for name, value in sums.items() if name.startswith("policy/")},
-        **weights,
+        # Kish's effective sample size over the tokens, as a share: (sum w)^2 / (n sum w^2).
+        "policy/ess": weight**2 / max(tokens * squared, 1e-30),
         **{f"policy/{name}": _quantile(sums["ratios"], share) for name, share in QUANTILES.items()},
         **{f"policy/masked_age_{name}": share for name, share in zip([*AGES, "17_up"], shares, strict=True)},
         "staleness/mean": sums["staleness"].item() / tokens,

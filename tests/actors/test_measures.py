@@ -64,6 +64,10 @@ def test_lag_masked_shares_and_correlation_by_hand() -> None:
     ages = {name.removeprefix("policy/masked_age_"): v for name, v in metrics.items() if "masked_age" in name}
     assert {name: value for name, value in ages.items() if not math.isnan(value)} == {"0": 0.5, "3_4": 1, "17_up": 0}
     assert ages.keys() == {"0", "1", "2", "3_4", "5_8", "9_16", "17_up"}
+    # DIS weighs the kept tokens by their ratio: 1 and 1.1 of four; the plain gradient has none, so 2, 1, 0.5 and 1.1.
+    assert metrics["policy/ess"] == pytest.approx(2.1**2 / (4 * 2.21))
+    plain = policy_metrics(sums_of(given, PolicyGradient(), given.logprobs_T))
+    assert plain["policy/ess"] == pytest.approx(4.6**2 / (4 * (4 + 1 + 0.25 + 1.21)))
     now, then = given.logprobs_T[:4].numpy(), given.behaviour_T[:4].numpy()
     assert metrics["policy/lag_pearson"] == pytest.approx(np.corrcoef(now, then)[0, 1])
     assert metrics["staleness/mean"] == 23 / 4 and metrics["perf/trained_tokens"] == 4
