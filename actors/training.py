@@ -86,6 +86,8 @@ class Training:
         self.config, self.backend, self.objective, self.advantage = config, backend, objective, advantage
         self.staging, self.version, self.rank = staging, version, rank
         self.device = device or torch.device("cpu")
+        self.warned = False
+        """Whether somebody was told of biased ratios."""
         self.total_updates = total_steps * config.updates_per_step
         self.parameters = backend.parameters()
         self.optimizer = torch.optim.AdamW(
@@ -188,6 +190,7 @@ class Training:
                 "tokens": terms.tokens,
                 "survivors": terms.survivors,
                 "sequences": torch.tensor(microbatch.sequences, device=self.device),
+                "biased": torch.tensor(microbatch.biased, device=self.device),
                 "loss": terms.loss.detach(),
                 "entropy": entropy_T.detach()[inputs.mask_T].double().sum(),
                 "staleness": staleness.sum(),
@@ -197,6 +200,7 @@ class Training:
             }
             sums = {name: value.double() + sums.get(name, 0.0) for name, value in part.items()}
         summed = dict(zip(sums, self._over_ranks(torch.stack(list(sums.values())), "sum").tolist(), strict=True))
+        self._warn(summed["biased"])
         weight = summed["sequences" if self.config.denominator == "rollout_means" else self.config.denominator]
         rate = learning_rate(self.config, self.version * self.config.updates_per_step + number, self.total_updates)
         norm = self._apply(weight, rate) if weight else 0.0
@@ -204,6 +208,18 @@ class Training:
             log.warning("step %d: no token of update %d counts, so the weights stay as they are", self.version, number)
         self.optimizer.zero_grad()
         return summed | {"mean_loss": summed["loss"] / max(weight, 1.0), "norm": norm, "rate": rate}
+
+    def _warn(self, biased: float) -> None:
+        """Say once a run, on one rank, that rollouts over all ranks were drawn from sets which nobody told."""
+        if biased and not self.warned and self.rank == 0:
+            log.warning(
+                "step %d: %d rollouts were drawn with top_p or top_k by an engine that does not say what those kept; the "
+                "trainer scores over all tokens, so ratios to the behaviour policy are biased, mostly too small: use "
+                "--sampling.top-p 1 --sampling.top-k 0, or generator.engine:native, which returns the kept sets",
+                self.version,
+                biased,
+            )
+            self.warned = True
 
     def _apply(self, weight: float, rate: float) -> float:
         """Divide the summed gradients by `weight`, clip, update; returns the global norm before the clip."""
