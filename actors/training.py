@@ -213,9 +213,9 @@ class Training:
         """Say once a run, on one rank, that rollouts over all ranks were drawn from sets which nobody told."""
         if biased and not self.warned and self.rank == 0:
             log.warning(
-                "step %d: %d rollouts were drawn with top_p or top_k by an engine that does not say what those kept; the "
-                "trainer scores over all tokens, so ratios to the behaviour policy are biased, mostly too small: use "
-                "--sampling.top-p 1 --sampling.top-k 0, or generator.engine:native, which returns the kept sets",
+                "step %d: %d rollouts were drawn with top_p or top_k by an engine that does not say what was kept; "
+                "the trainer scores over all tokens, so ratios to the behaviour policy are biased, mostly too small: "
+                "use --sampling.top-p 1 --sampling.top-k 0, or generator.engine:native, which returns the kept sets",
                 self.version,
                 biased,
             )
