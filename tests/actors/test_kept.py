@@ -282,7 +282,7 @@ def trainer(backend: HfModel) -> Training:
 
 
 def rows_of(engine: Native, cut: dict[str, float], count: int) -> list[Rollout]:
-    """Rollouts of one or two turns as the engine draws them, more than it has slots; every other pair is uncut and greedy."""
+    """Rollouts of one or two turns as the engine draws them, more than it has slots; some are uncut or greedy."""
     rng = np.random.default_rng(0)
     samplings = [Sampling(**own) for own in (cut, cut, {}, {"temperature": 0.0, "top_p": 0.5})]
     streams = {
