@@ -24,9 +24,10 @@ import torch
 from torch import Tensor
 
 from actors import payload
-from actors.types import Group, GroupMeta, Rollout, Taken
+from actors.types import Group, GroupMeta, Kept, Rollout, Taken
 from losses.advantages import ByRow
 from losses.inputs import LossInputs
+from losses.ops import KeptSets
 
 Advantage = Callable[[Tensor, Tensor], Tensor]
 """(rewards [N] float32, group ids [N] int64) -> advantages [N]; see `losses.advantages`."""
@@ -81,10 +82,16 @@ class Microbatch:
     """Rollouts with at least one target that counts."""
     budget: int
     """Sum of their `sampling.max_tokens`."""
+    kept: KeptSets | None = None
+    """What each target was drawn from; None if that is all tokens for every one."""
+    biased: int = 0
+    """Rollouts that were drawn from sets which nobody told."""
 
     def to(self, device: torch.device) -> Microbatch:
         """The same on a device."""
         moved: dict[str, Any] = {n: v.to(device) for n, v in vars(self).items() if isinstance(v, Tensor)}
+        if self.kept is not None:
+            moved["kept"] = KeptSets(*(column.to(device) for column in self.kept))
         return replace(self, **moved)
 
     def loss_inputs(
@@ -292,6 +299,7 @@ def pack(
     if max_staleness is not None:
         mask &= staleness <= max_staleness
     segment = np.repeat(np.arange(len(rollouts)), counts)
+    kept = _kept(rollouts, starts, tickets)
     own = [rollout.tokens[start:-1] for rollout, start in zip(rollouts, starts, strict=True)]
     positions = [np.arange(n) for n in lengths]
     positions += [np.arange(start, start + len(tokens)) for start, tokens in zip(starts, own, strict=True)]
@@ -312,7 +320,38 @@ def pack(
         temperature_T=spread([r.sampling.temperature or 1.0 for r in rollouts], np.float32),
         sequences=len(counted := np.unique(segment[mask])),
         budget=sum(rollouts[i].sampling.max_tokens for i in counted.tolist()),
+        kept=kept,
+        biased=sum(rollout.biased for rollout in rollouts),
     )
+
+
+def _kept(rollouts: Sequence[Rollout], starts: Sequence[int], tickets: Sequence[int]) -> KeptSets | None:
+    """The sets of the targets; None if no target has one.
+
+    Raises:
+        ValueError: they are not of as many tokens as the rollout has, or do not hold the token itself.
+    """
+    if all(rollout.kept is None for rollout in rollouts):
+        return None
+    parts = []
+    for rollout, start, ticket in zip(rollouts, starts, tickets, strict=True):
+        n = len(rollout.tokens)
+        kept = Kept.all_of(n) if rollout.kept is None else rollout.kept
+        if len(kept.counts) != n:
+            raise ValueError(f"ticket {ticket}: a rollout of {n} tokens comes with kept sets of {len(kept.counts)}")
+        holds, owner = kept.counts == 0, np.repeat(np.arange(n), kept.counts)
+        holds[owner[kept.ids == rollout.tokens[owner]]] = True
+        if not holds.all():
+            at = int(holds.argmin())
+            raise ValueError(
+                f"ticket {ticket}: token {rollout.tokens[at]} at {at} of a rollout is not in the kept set that it was "
+                "drawn from: its engine returned sets of other tokens"
+            )
+        parts.append(kept.split([start, n - start])[1])
+    kept = Kept.join(parts)
+    if not len(kept.ids):
+        return None
+    return KeptSets(torch.from_numpy(kept.ids.astype(np.int64)), torch.from_numpy(kept.counts.astype(np.int64)))
 
 
 def _first_target(rollout: Rollout) -> int:

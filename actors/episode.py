@@ -12,21 +12,32 @@ from typing import Any
 import numpy as np
 
 from actors.environment import Environment, Outcome
-from actors.types import Completion, Finish, Group, GroupMeta, PayloadHandle, Rollout, Sampling, Turn
+from actors.types import (
+    Completion,
+    Finish,
+    Group,
+    GroupMeta,
+    Kept,
+    PayloadHandle,
+    Rollout,
+    Sampling,
+    Turn,
+    joined,
+)
 
 LARGEST = float(np.finfo(np.float32).max)
 """Rewards are kept as float32."""
 TAKEN = frozenset({"mean", "trained", "zero_variance"})
 """Names after `reward/` that the buffer logs itself."""
 
-Part = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
-"""Tokens, mask, logprobs and versions of one turn."""
+Part = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, Kept | None]
+"""Tokens, mask, logprobs, versions and kept sets of one turn."""
 
 
 def read_only(tokens: np.ndarray) -> Part:
     """The part of a turn that the policy only reads."""
     n = len(tokens)
-    return tokens, np.zeros(n, bool), np.zeros(n, np.float32), np.full(n, -1, np.int32)
+    return tokens, np.zeros(n, bool), np.zeros(n, np.float32), np.full(n, -1, np.int32), Kept.all_of(n)
 
 
 class Stream:
@@ -66,7 +77,7 @@ class Stream:
             if name in TAKEN:
                 raise ValueError(f"a part of the reward may not be called {name!r}: the metrics have a reward/{name}")
         self._append(
-            (c.tokens, np.ones(len(c.tokens), bool), c.logprobs, c.versions),
+            (c.tokens, np.ones(len(c.tokens), bool), c.logprobs, c.versions, c.kept),
             kind="action",
             finish=finish,
             reward=outcome.reward,
@@ -86,7 +97,8 @@ class Stream:
 
     def finish(self) -> Rollout:
         """The finished rollout."""
-        tokens, mask, logprobs, versions = (np.concatenate(column) for column in zip(*self._parts, strict=True))
+        *columns, kept = zip(*self._parts, strict=True)
+        tokens, mask, logprobs, versions = (np.concatenate(column) for column in columns)
         return Rollout(
             tokens=tokens,
             mask=mask,
@@ -96,6 +108,7 @@ class Stream:
             reward=self.reward,
             sampling=self._sampling,
             parts=self._measured,
+            kept=joined([(len(part[0]), own) for part, own in zip(self._parts, kept, strict=True)]),
         )
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from actors.types import Group, PayloadHandle, Rollout, Sampling, Turn
+from actors.types import Group, Kept, PayloadHandle, Rollout, Sampling, Turn
 
 
 def write(group: Group, folder: str) -> PayloadHandle:
@@ -24,6 +24,9 @@ def write(group: Group, folder: str) -> PayloadHandle:
         "logprobs": np.concatenate([r.logprobs for r in rollouts]),
         "versions": np.concatenate([r.versions for r in rollouts]),
     }
+    if any(r.kept is not None for r in rollouts):
+        kept = Kept.join([r.kept or Kept.all_of(len(r.tokens)) for r in rollouts])
+        columns |= {"kept_ids": kept.ids, "kept_counts": kept.counts}
     samplings = list(dict.fromkeys(r.sampling for r in rollouts))
     rest = {
         "ticket": group.ticket,
@@ -38,6 +41,7 @@ def write(group: Group, folder: str) -> PayloadHandle:
                 samplings.index(r.sampling),
                 r.policy,
                 r.parts,
+                r.kept is not None,
             ]
             for r in rollouts
         ],
@@ -58,9 +62,14 @@ def read(handle: PayloadHandle) -> Group:
     with safe_open(handle.path, framework="np") as file:
         rest = json.loads(file.metadata()["group"])
         columns = {name: file.get_tensor(name) for name in ("tokens", "mask", "logprobs", "versions")}
+        lengths, said = [r[0] for r in rest["rollouts"]], [r[-1] for r in rest["rollouts"]]
+        kept: list[Kept | None] = [None] * len(lengths)
+        if any(said):
+            sets = Kept(ids=file.get_tensor("kept_ids"), counts=file.get_tensor("kept_counts")).split(lengths)
+            kept = [own if says else None for own, says in zip(sets, said, strict=True)]
     samplings = [Sampling(**{**s, "stop": tuple(s["stop"])}) for s in rest["samplings"]]
     rollouts, start = [], 0
-    for length, turns, reward, sampling, policy, parts in rest["rollouts"]:
+    for (length, turns, reward, sampling, policy, parts, _), own in zip(rest["rollouts"], kept, strict=True):
         part = {name: column[start : start + length] for name, column in columns.items()}
         start += length
         rollouts.append(
@@ -73,6 +82,7 @@ def read(handle: PayloadHandle) -> Group:
                 sampling=samplings[sampling],
                 policy=policy,
                 parts=parts,
+                kept=own,
             )
         )
     return Group(ticket=rest["ticket"], attempt=rest["attempt"], row=rest["row"], rollouts=tuple(rollouts))

@@ -100,6 +100,8 @@ class Training:
         self.staging, self.version, self.rank = staging, version, rank
         self.reference, self.teacher = reference, teacher
         self.device = device or torch.device("cpu")
+        self.warned = False
+        """Whether somebody was told of biased ratios."""
         self.total_updates = total_steps * config.updates_per_step
         self.parameters = backend.parameters()
         self.optimizer = torch.optim.AdamW(
@@ -208,7 +210,11 @@ class Training:
             part = reduce_terms(terms, inputs, rollout_means=self.config.denominator == "rollout_means")
             part.loss.backward()
             start_T = logprobs_T if number == 0 else old_T
-            counts = {"sequences": microbatch.sequences, "max_tokens": microbatch.budget}
+            counts = {
+                "sequences": microbatch.sequences,
+                "max_tokens": microbatch.budget,
+                "biased": microbatch.biased,
+            }
             of_rollouts = {name: torch.tensor(count, device=self.device) for name, count in counts.items()}
             sums = _added(sums, measure(inputs, terms, part, start_T) | of_rollouts)
             ratio_C = (inputs.logprobs_T.detach() - inputs.behaviour_T)[inputs.mask_T].double().exp()
@@ -217,6 +223,7 @@ class Training:
         flat = self._over_ranks(torch.cat([value.flatten() for value in sums.values()]), "sum")
         parts = flat.split([value.numel() for value in sums.values()])
         sums = {name: part.view_as(value) for (name, value), part in zip(sums.items(), parts, strict=True)}
+        self._warn(sums["biased"].item())
         chosen = self.config.denominator
         weight = sums["sequences" if chosen == "rollout_means" else chosen].item()
         rate = learning_rate(self.config, self.version * self.config.updates_per_step + number, self.total_updates)
@@ -226,6 +233,18 @@ class Training:
         self.optimizer.zero_grad()
         of_update = {"loss": sums["loss"].item() / max(weight, 1.0), "grad_norm": norm, "lr": rate}
         return sums | {name: torch.tensor(value, dtype=torch.float64) for name, value in of_update.items()}
+
+    def _warn(self, biased: float) -> None:
+        """Say once a run, on one rank, that rollouts over all ranks were drawn from sets which nobody told."""
+        if biased and not self.warned and self.rank == 0:
+            log.warning(
+                "step %d: %d rollouts were drawn with top_p or top_k by an engine that does not say what was kept; "
+                "the trainer scores over all tokens, so ratios to the behaviour policy are biased, mostly too small: "
+                "use --sampling.top-p 1 --sampling.top-k 0, or generator.engine:native, which returns the kept sets",
+                self.version,
+                biased,
+            )
+            self.warned = True
 
     def _apply(self, weight: float, rate: float) -> float:
         """Divide the summed gradients by `weight`, clip, update; returns the global norm before the clip."""

@@ -10,6 +10,7 @@ import hashlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -37,10 +38,10 @@ class Sampling:
     temperature: float = 1.0
     """Divides the logits; 0 is greedy, whose reported logprobs are those at temperature 1."""
     top_p: float = 1.0
-    """Keeps the smallest set of tokens whose probability reaches this; 1 keeps all. The trainer scores over all tokens
-    so far, so below 1 ratios to the behaviour policy come out too small."""
+    """Keeps the smallest set of tokens whose probability reaches this; 1 keeps all. The trainer scores each token over
+    the set it was drawn from, if the engine returns that, as `native` does; else ratios are biased, with a warning."""
     top_k: int = 0
-    """Keeps the k likeliest tokens; 0 keeps all. Biases ratios as top_p does."""
+    """Keeps the k likeliest tokens; 0 keeps all. The trainer scores as with top_p."""
     max_tokens: int = 0
     """Most tokens of one completion; reaching it finishes with `length`. 0 is what the task asks for,
     else half of the engine's context."""
@@ -53,6 +54,11 @@ class Sampling:
         require("sampling", 0, max_tokens=self.max_tokens)
         if "" in self.stop:
             raise ValueError("sampling.stop has an empty string, which every completion contains: leave it out")
+
+    @property
+    def cuts(self) -> bool:
+        """Whether draws may leave tokens out. At temperature 0 nothing is drawn."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
 
 
 class RequestId(NamedTuple):
@@ -79,6 +85,46 @@ class Request:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Kept:
+    """What top_p and top_k left to draw from: for each of n tokens a set of token ids, the drawn one among them."""
+
+    ids: np.ndarray
+    """int32 [sum of counts], one token's set after another's."""
+    counts: np.ndarray
+    """int32 [n]; 0 stands for the whole vocabulary, and for tokens that nobody drew."""
+
+    def __post_init__(self) -> None:
+        if self.counts.sum() != len(self.ids):
+            raise ValueError(f"kept sets of {self.counts.sum()} tokens in all come with {len(self.ids)} token ids")
+
+    @classmethod
+    def of(cls, sets: Sequence[np.ndarray]) -> Kept:
+        """One set for each token."""
+        return cls(
+            ids=np.concatenate([np.zeros(0, np.int32), *sets]), counts=np.array([len(s) for s in sets], np.int32)
+        )
+
+    @classmethod
+    def all_of(cls, tokens: int) -> Kept:
+        """Of so many tokens that were drawn from the whole vocabulary, or by nobody."""
+        return cls(ids=np.zeros(0, np.int32), counts=np.zeros(tokens, np.int32))
+
+    @classmethod
+    def join(cls, parts: Sequence[Kept]) -> Kept:
+        """Those of one stretch of tokens after another."""
+        return cls(ids=np.concatenate([p.ids for p in parts]), counts=np.concatenate([p.counts for p in parts]))
+
+    def split(self, lengths: Sequence[int]) -> list[Kept]:
+        """Undo `join`: `lengths` are tokens and add up to n. Views of the columns."""
+        ends = np.cumsum([0, *lengths])
+        starts_of_ids = np.concatenate([[0], np.cumsum(self.counts)])[ends]
+        return [
+            Kept(ids=self.ids[i:j], counts=self.counts[a:b])
+            for (a, b), (i, j) in zip(pairwise(ends), pairwise(starts_of_ids), strict=True)
+        ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Completion:
     """What an engine returns for a request."""
 
@@ -89,6 +135,8 @@ class Completion:
     versions: np.ndarray
     """int32 [n], the version of the weights whose forward gave the token's logits; never decreases."""
     finish: Finish
+    kept: Kept | None = None
+    """Of n tokens; None if the sampling does not cut, or the engine does not say what was kept."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,6 +208,8 @@ class CompletionBatch:
     finishes: tuple[Finish, ...]
     load: int
     """Requests that the replica has open."""
+    kept: Kept | None = None
+    """Of all tokens; None unless every completion with a token says it."""
 
     @classmethod
     def of(cls, completions: Sequence[Completion], load: int) -> CompletionBatch:
@@ -171,17 +221,31 @@ class CompletionBatch:
             versions=np.concatenate([c.versions for c in completions]),
             finishes=tuple(c.finish for c in completions),
             load=load,
+            kept=joined([(len(c.tokens), c.kept) for c in completions]),
         )
 
     def unpack(self) -> list[Completion]:
         """The completions again, views of the columns."""
         ends = np.cumsum(self.lengths).tolist()
+        kept = [None] * len(ends) if self.kept is None else self.kept.split(self.lengths.tolist())
         return [
             Completion(
-                tokens=self.tokens[a:b], logprobs=self.logprobs[a:b], versions=self.versions[a:b], finish=finish
+                tokens=self.tokens[a:b],
+                logprobs=self.logprobs[a:b],
+                versions=self.versions[a:b],
+                finish=finish,
+                kept=own,
             )
-            for a, b, finish in zip([0, *ends], ends, self.finishes, strict=False)
+            for a, b, finish, own in zip([0, *ends[:-1]], ends, self.finishes, kept, strict=True)
         ]
+
+
+def joined(parts: Sequence[tuple[int, Kept | None]]) -> Kept | None:
+    """Of (tokens drawn, what was kept) one after another; None if any that has tokens does not say."""
+    if any(length and kept is None for length, kept in parts):
+        return None
+    said = [kept for _, kept in parts if kept is not None]
+    return Kept.join(said) if said else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -215,6 +279,8 @@ class Rollout:
     """Which weights acted."""
     parts: dict[str, float] = field(default_factory=dict)
     """What else the environment measured, by name, summed over the turns: logged, not trained."""
+    kept: Kept | None = None
+    """Of n tokens, count 0 outside the mask; None if the sampling does not cut, or an engine did not say."""
 
     @property
     def oldest(self) -> int:
@@ -230,6 +296,11 @@ class Rollout:
     def truncated(self) -> bool:
         """Whether the last action ran into `max_tokens`."""
         return any(t.kind == "action" and t.finish == "length" for t in self.turns[-1:])
+
+    @property
+    def biased(self) -> bool:
+        """Whether tokens were drawn from sets that nobody told, so that the trainer scores them over others."""
+        return self.sampling.cuts and self.kept is None and bool(self.mask.any())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,7 +22,8 @@ class LossInputs:
     """
 
     logprobs_T: Tensor
-    """Trainer's logprobs at the sampling temperature; the only column with a gradient besides `entropy_T`."""
+    """Trainer's logprobs at the sampling temperature, over the tokens that truncated sampling kept where its sets are
+    known; the only column with a gradient besides `entropy_T`."""
     entropy_T: Tensor
     """Entropy in nats of the distribution that the token was scored under."""
     behaviour_T: Tensor

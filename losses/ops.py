@@ -27,28 +27,67 @@ class Sums(NamedTuple):
     """int64 scalar: those of them that the objective did not drop."""
 
 
+class KeptSets(NamedTuple):
+    """Which tokens each target was drawn from, ragged: axis `_K` is one target's set after another."""
+
+    ids_K: Tensor
+    """int64 tokens."""
+    counts_T: Tensor
+    """int64: tokens in each target's set; 0 stands for the whole vocabulary."""
+
+    def split(self, chunk: int) -> list[KeptSets | None]:
+        """Those of runs of `chunk` targets; None where none of them has a set."""
+        counts = self.counts_T.split(chunk)
+        sizes = torch.stack([counts_T.sum() for counts_T in counts]).tolist()
+        return [
+            KeptSets(ids_K, counts_T) if len(ids_K) else None
+            for ids_K, counts_T in zip(self.ids_K.split(sizes), counts, strict=True)
+        ]
+
+    def outside(self, vocabulary: int) -> Tensor:
+        """bool [T, vocabulary]: what the target was not drawn from."""
+        outside_TV = (self.counts_T > 0)[:, None].repeat(1, vocabulary)
+        numbers_T = torch.arange(len(self.counts_T), device=self.counts_T.device)
+        outside_TV[numbers_T.repeat_interleave(self.counts_T, output_size=len(self.ids_K)), self.ids_K] = False
+        return outside_TV
+
+
 def logprobs_and_entropy(
-    hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, temperature_T: Tensor, chunk: int
+    hidden_TD: Tensor,
+    weight_VD: Tensor,
+    targets_T: Tensor,
+    temperature_T: Tensor,
+    chunk: int,
+    kept: KeptSets | None = None,
 ) -> tuple[Tensor, Tensor]:
     """log softmax(hidden @ weight.T / temperature) at the targets, and that distribution's entropy in nats.
 
-    Both [T] in float32 (float64 for float64 inputs). At most `chunk` rows of logits exist at a time, forward and
-    backward: with more than one chunk each is recomputed in backward.
+    With `kept` the softmax of a target is over its set alone, which must hold it: that is the distribution which
+    truncated sampling drew from, if the set is the one it kept then. Both [T] in float32 (float64 for float64 inputs).
+    At most `chunk` rows of logits exist at a time, forward and backward: with more than one chunk each is recomputed
+    in backward.
     """
-    parts = zip(hidden_TD.split(chunk), targets_T.split(chunk), temperature_T.split(chunk), strict=True)
     if len(hidden_TD) <= chunk:
-        return _logprobs_and_entropy(weight_VD, hidden_TD, targets_T, temperature_T)
+        return _logprobs_and_entropy(weight_VD, hidden_TD, targets_T, temperature_T, kept)
+    columns = [column.split(chunk) for column in (hidden_TD, targets_T, temperature_T)]
+    parts = zip(*columns, [None] * len(columns[0]) if kept is None else kept.split(chunk), strict=True)
     chunks = [checkpoint(_logprobs_and_entropy, weight_VD, *part, use_reentrant=False) for part in parts]
     return torch.cat([logprobs for logprobs, _ in chunks]), torch.cat([entropy for _, entropy in chunks])
 
 
 def _logprobs_and_entropy(
-    weight_VD: Tensor, hidden_TD: Tensor, targets_T: Tensor, temperature_T: Tensor
+    weight_VD: Tensor, hidden_TD: Tensor, targets_T: Tensor, temperature_T: Tensor, kept: KeptSets | None
 ) -> tuple[Tensor, Tensor]:
     logits_TV = linear(hidden_TD, weight_VD)
     precise = torch.promote_types(logits_TV.dtype, torch.float32)
-    log_TV = (logits_TV.to(precise) / temperature_T.to(precise)[:, None]).log_softmax(-1)
-    return -nll_loss(log_TV, targets_T, reduction="none"), -(log_TV.exp() * log_TV).sum(-1)
+    scaled_TV = logits_TV.to(precise) / temperature_T.to(precise)[:, None]
+    if kept is None:
+        log_TV = finite_TV = scaled_TV.log_softmax(-1)
+    else:
+        outside_TV = kept.outside(len(weight_VD))
+        log_TV = scaled_TV.masked_fill_(outside_TV, -torch.inf).log_softmax(-1)
+        finite_TV = log_TV.masked_fill(outside_TV, 0.0)  # exp(0) * 0 is 0, and no gradient goes through
+    return -nll_loss(log_TV, targets_T, reduction="none"), -(finite_TV.exp() * finite_TV).sum(-1)
 
 
 def neutral(inputs: LossInputs) -> LossInputs:

@@ -21,7 +21,7 @@ from actors.batching import Microbatch
 from actors.config import Dtype
 from actors.pretrained import load_model, register_attention
 from actors.weights import Shard, box_of, first_replica, torch_dtype
-from losses.ops import logprobs_and_entropy
+from losses.ops import KeptSets, logprobs_and_entropy
 
 LOGITS = 2**26
 """Most logits held at a time (256 MiB in float32); a microbatch with more is scored in chunks."""
@@ -46,11 +46,12 @@ class _Scored(nn.Module):
         sources: Repeats,
         targets_T: Tensor,
         temperature_T: Tensor,
+        kept: KeptSets | None,
     ) -> tuple[Tensor, Tensor]:
         hidden_TD = repeat(_hidden(self.base, inputs_S, positions_S, layout), sources)
         weight_VD = self.head.weight
         chunk = max(1, LOGITS // len(weight_VD))
-        return logprobs_and_entropy(hidden_TD, weight_VD, targets_T, temperature_T, chunk)
+        return logprobs_and_entropy(hidden_TD, weight_VD, targets_T, temperature_T, chunk, kept)
 
 
 def _hidden(base: nn.Module, inputs_S: Tensor, positions_S: Tensor, layout: Documents) -> Tensor:
@@ -116,6 +117,7 @@ class HfModel:
                 sources,
                 microbatch.targets_T,
                 microbatch.temperature_T,
+                microbatch.kept,
             )
         if isinstance(self.scored, FSDPModule) and not torch.is_grad_enabled():
             # No backward will reshard the root: left whole, the next forward would use these weights even if the

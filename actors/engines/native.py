@@ -21,7 +21,7 @@ from actors.engines.base import check
 from actors.engines.sampling import draw, uniforms
 from actors.engines.slots import Decode, Prefill, Probe, Slots, attention
 from actors.tokenizer import Tokenizer
-from actors.types import Completion, Finish, Request, RequestId
+from actors.types import Completion, Finish, Kept, Request, RequestId
 from actors.weights import Box
 
 _ATTENTION = "slots"
@@ -58,6 +58,8 @@ class Native:
         self.width = config.slots + (group_size if config.deterministic else 0)
         self.queue: deque[Request] = deque()
         self.requests = np.full(self.width, None, dtype=object)
+        self.kept: dict[RequestId, list[np.ndarray]] = {}
+        """Of running requests whose sampling cuts: the set of each token so far, int32; empty if nothing was cut."""
         self.rows = np.zeros(self.width, _row_type(config.max_length))
         self.span = self.width if config.deterministic else 0
         """Rows that a decode forward computes: all, or those that run."""
@@ -196,6 +198,8 @@ class Native:
                 continue
             sampling = request.sampling
             self.requests[row] = request
+            if sampling.cuts:
+                self.kept[request.id] = []
             for field, value in (
                 ("running", True),
                 ("length", len(request.prompt)),
@@ -250,7 +254,7 @@ class Native:
         running, made = rows["running"], rows["made"]
         uniform = uniforms(rows["seed"], made)
         drawn = draw(logits, uniform, rows["temperature"], rows["top_p"], rows["top_k"])
-        tokens, logprobs = (column.cpu().numpy() for column in drawn)
+        tokens, logprobs = (column.cpu().numpy() for column in (drawn.tokens, drawn.logprobs))
         if not np.isfinite(logprobs[running]).all():
             bad = self.requests[np.flatnonzero(running & ~np.isfinite(logprobs))[0]].id
             raise FloatingPointError(f"logits of request {tuple(bad)} at version {self.version} are not finite")
@@ -259,6 +263,9 @@ class Native:
         rows["tokens"][where, at] = rows["token"][where] = tokens[where]
         rows["logprobs"][where, at] = logprobs[where]
         rows["versions"][where, at] = self.version
+        if self.kept:
+            assert drawn.kept is not None
+            self._keep(drawn.kept, tokens, where)
         made += running
         stopped = running & self.ends[tokens]
         for row in np.flatnonzero(running & rows["stops"] & ~stopped):
@@ -266,6 +273,17 @@ class Native:
         full = running & ~stopped & (made >= rows["budget"])
         ended: dict[int, Finish] = dict.fromkeys(np.flatnonzero(stopped).tolist(), "stop")
         return ended | dict.fromkeys(np.flatnonzero(full).tolist(), "length")
+
+    def _keep(self, kept: Tensor, tokens: np.ndarray, running: np.ndarray) -> None:
+        """Note what the `tokens` of running requests that cut were drawn from, `kept` [span, vocabulary]."""
+        where = np.array([row for row in running if self.requests[row].id in self.kept])
+        kept = kept[torch.from_numpy(where).to(self.device)]
+        counts = kept.sum(-1).cpu().numpy()
+        ids = kept.nonzero()[:, 1].to(torch.int32).cpu().numpy()
+        for row, own in zip(where, np.split(ids, np.cumsum(counts)[:-1]), strict=True):
+            assert tokens[row] in own, f"request {tuple(self.requests[row].id)} drew a token that truncation left out"
+            whole = len(own) == len(self.ends)
+            self.kept[self.requests[row].id].append(own[:0].copy() if whole else own.copy())
 
     def _hits_stop(self, row: int) -> bool:
         """Whether the last token completed a stop string. A token is taken to hold at least a byte of text, but for a
@@ -282,7 +300,9 @@ class Native:
         returned = []
         for row, finish in finishes.items():
             own = {name: column[row, : made[row]].copy() for name, column in columns.items()}
-            returned.append((self.requests[row].id, Completion(**own, finish=finish)))
+            id = self.requests[row].id
+            kept = Kept.of(self.kept.pop(id)) if id in self.kept else None
+            returned.append((id, Completion(**own, finish=finish, kept=kept)))
         gone = list(finishes)
         self.requests[gone] = None
         for field in ("running", "length", "token", "stops"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -25,9 +27,19 @@ def uniforms(seeds: np.ndarray, counters: np.ndarray) -> np.ndarray:
     return (bits >> np.uint64(12)) * 2.0**-52
 
 
-def draw(
-    logits: Tensor, uniform: np.ndarray, temperature: np.ndarray, top_p: np.ndarray, top_k: np.ndarray
-) -> tuple[Tensor, Tensor]:
+class Drawn(NamedTuple):
+    """One token of each row."""
+
+    tokens: Tensor
+    """int64 [n]."""
+    logprobs: Tensor
+    """float32 [n], after temperature and truncation; at temperature 0 the model's own, at temperature 1. Not finite if
+    the logits are not."""
+    kept: Tensor | None
+    """bool [n, vocabulary]: what truncation left, the drawn token among it; None if no row has any truncation."""
+
+
+def draw(logits: Tensor, uniform: np.ndarray, temperature: np.ndarray, top_p: np.ndarray, top_k: np.ndarray) -> Drawn:
     """One token per row by the inverse of the cumulated distribution, in order of token id.
 
     Args:
@@ -36,10 +48,6 @@ def draw(
         temperature: [n]; 0 takes the likeliest token and ignores truncation.
         top_p: [n]; the smallest set of likeliest tokens that reaches it is kept, after top_k.
         top_k: [n]; 0 keeps all.
-
-    Returns:
-        Tokens int64 [n] and float32 [n] logprobs after temperature and truncation; at temperature 0 they are the
-        model's own, at temperature 1. Not finite if the logits are not.
     """
 
     def column(values: np.ndarray) -> Tensor:
@@ -49,6 +57,7 @@ def draw(
     greedy = temperature == 0
     if ((temperature != 1) & ~greedy).any():
         logits = logits / column(np.where(greedy, 1, temperature).astype(np.float32))
+    kept = None
     if (~greedy & ((top_p < 1) | (top_k > 0))).any():
         kept = _kept(logits, column(np.where(greedy, 1, top_p)), column(np.where(greedy, 0, top_k)))
         logits = logits.masked_fill(~kept, -torch.inf)
@@ -58,7 +67,7 @@ def draw(
     if greedy.any():
         tokens = torch.where(column(greedy), logits.argmax(-1, keepdim=True), tokens)
     tokens.clamp_(max=logits.shape[-1] - 1)  # reached by rows that are not finite only
-    return tokens.squeeze(1), logprobs.gather(1, tokens).squeeze(1)
+    return Drawn(tokens.squeeze(1), logprobs.gather(1, tokens).squeeze(1), kept)
 
 
 def _kept(logits: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:

@@ -111,7 +111,7 @@ def test_truncated_logprobs_equal_a_float64_reference(folder):
     requests = some(8, temperature=0.7, top_p=0.8, top_k=10)
     out = run(engine, requests)
     for r in requests:
-        c = out[r.id]
+        c, sets = out[r.id], []
         for token, logprob, logs in zip(c.tokens, c.logprobs, reference(model, r, c), strict=True):
             p = np.exp(logs / 0.7)
             best = np.argsort(-p)[:10]
@@ -119,6 +119,8 @@ def test_truncated_logprobs_equal_a_float64_reference(folder):
             kept = int(np.searchsorted(p.cumsum(), 0.8)) + 1
             place = best[:kept].tolist().index(token)  # a token outside of the kept set fails here
             assert logprob == pytest.approx(np.log(p[place] / p[:kept].sum()), abs=1e-5)
+            sets.append(sorted(best[:kept].tolist()))
+        assert [own.ids.tolist() for own in c.kept.split([1] * len(c.tokens))] == sets
 
 
 def test_first_tokens_follow_the_model_over_many_seeds(folder):

@@ -42,7 +42,7 @@ def one(probabilities, uniform, temperature=1.0, top_p=1.0, top_k=0):
     n = len(uniform)
     logits = torch.tensor(probabilities, dtype=torch.float64).log().expand(n, -1)
     full = [np.full(n, value) for value in (temperature, top_p, top_k)]
-    tokens, logprobs = draw(logits, np.asarray(uniform, np.float64), *full)
+    tokens, logprobs, _ = draw(logits, np.asarray(uniform, np.float64), *full)
     return tokens.tolist(), logprobs.tolist()
 
 
@@ -91,7 +91,7 @@ def test_rows_do_not_see_each_other():
         np.array([1, 1, 0.8, 0.5, 1, 1]),
         np.array([0, 3, 0, 4, 5, 0]),
     )
-    tokens, logprobs = draw(logits, *rows)
+    tokens, logprobs, _ = draw(logits, *rows)
     for i in range(6):
         alone = draw(logits[i : i + 1], *(r[i : i + 1] for r in rows))
         assert (alone[0].item(), alone[1].item()) == (tokens[i].item(), pytest.approx(logprobs[i].item(), abs=1e-6))

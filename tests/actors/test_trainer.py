@@ -31,7 +31,7 @@ from actors.weights import Part, WeightIndex, layout
 from losses import DIS, PPOClip, group_mean
 from losses.inputs import Objective
 from tests.actors.models import save_tiny
-from tests.actors.training_data import Kept, one_prompt, rollout, store
+from tests.actors.training_data import Kept, one_prompt, rollout, store, with_kept
 
 WIDE = DIS(low=0.0, high=math.inf)
 
@@ -56,12 +56,19 @@ def one_rollout() -> list[list[Rollout]]:
     return [[rollout(rng, 2, 2, 0), replace(rollout(rng, 20, 3, 0), reward=5.0)]]
 
 
+def some_kept() -> list[list[Rollout]]:
+    """Every other group has kept sets."""
+    rng = np.random.default_rng(3)
+    return [[with_kept(rng, r) for r in group] if i % 2 else group for i, group in enumerate(uneven(4))]
+
+
 # Microbatches of 26 entries: the ranks of `uneven` need different numbers of them.
 CASES: dict[str, tuple[list[list[Rollout]], Objective, dict[str, Any]]] = {
     "uneven": (uneven(), DIS(), {"microbatch_tokens": 26}),
     "old pass": (uneven(3), PPOClip(), {"updates_per_step": 2}),
     "dead rank": (one_dead_rank(), WIDE, {}),
     "one rollout": (one_rollout(), WIDE, {"denominator": "sequences"}),
+    "kept sets": (some_kept(), WIDE, {"microbatch_tokens": 26}),
 }
 STEPS = 3
 

@@ -12,6 +12,7 @@ import torch
 from actors import payload
 from actors.backends.base import Backend
 from actors.types import Group, GroupMeta, Rollout, Sampling, Taken
+from actors.types import Kept as KeptSets
 
 
 def rollout(rng: np.random.Generator, length: int, prompt: int, version: int, temperature: float = 1.0) -> Rollout:
@@ -35,6 +36,20 @@ def one_prompt(rollouts: Sequence[Rollout]) -> list[Rollout]:
     start = int(rollouts[0].mask.argmax())
     prompt = rollouts[0].tokens[:start]
     return [replace(r, tokens=np.concatenate([prompt, r.tokens[start:]])) for r in rollouts]
+
+
+def with_kept(rng: np.random.Generator, r: Rollout, whole: float = 0.2) -> Rollout:
+    """The same as if truncated sampling had drawn each action from a random set of tokens below 60; a share `whole` of
+    the actions from all tokens."""
+
+    def one(token: int, acts: bool) -> np.ndarray:
+        if not acts or rng.random() < whole:
+            return np.zeros(0, np.int32)
+        others = rng.choice(np.arange(3, 60), int(rng.integers(1, 12)), replace=False)
+        return np.union1d(others, [token]).astype(np.int32)
+
+    sets = [one(token, acts) for token, acts in zip(r.tokens.tolist(), r.mask.tolist(), strict=True)]
+    return replace(r, sampling=replace(r.sampling, top_p=0.9), kept=KeptSets.of(sets))
 
 
 def store(groups: Sequence[Sequence[Rollout]], folder: str, step: int = 0, max_staleness: int | None = None) -> Taken:

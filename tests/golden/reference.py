@@ -174,7 +174,7 @@ def sample(
     keys = np.array(seeds, np.uint64)
     for at in range(sampling.max_tokens):
         settings = [np.full(len(rows), x) for x in (sampling.temperature, sampling.top_p, sampling.top_k)]
-        drawn, logprob = draw(logits, uniforms(keys[rows], np.full(len(rows), at)), *settings)
+        drawn, logprob, _ = draw(logits, uniforms(keys[rows], np.full(len(rows), at)), *settings)
         here = rows[~ended]
         tokens[here, at], logprobs[here, at] = drawn.numpy()[~ended], logprob.numpy()[~ended]
         lengths[here] = at + 1
