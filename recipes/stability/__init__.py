@@ -1,16 +1,16 @@
 """Which corrections hold up against stale data: one small model under a lag that is forced, not waited for.
 
-A step consumes `GROUPS` prompts of `MEMBERS` rollouts in `UPDATES` optimizer updates. The buffer keeps order `fifo` with
-max_staleness = depth = lag: it leases (lag + 1) * GROUPS groups at version 0 and GROUPS more with each version, so every
-token of step s is exactly min(s, lag) versions old.
+A step consumes `GROUPS` prompts of `MEMBERS` rollouts in `UPDATES` optimizer updates. The buffer keeps order `fifo`
+with max_staleness = depth = lag: it leases (lag + 1) * GROUPS groups at version 0 and GROUPS more with each version, so
+every token of step s is exactly min(s, lag) versions old.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, NamedTuple
 
 from actors.config import BufferConfig, TrainerConfig
 from actors.types import Sampling
@@ -19,7 +19,7 @@ from recipes.tasks.addition import Addition
 
 TASK = Addition()
 SAMPLING = Sampling(max_tokens=TASK.max_tokens)
-GROUPS, MEMBERS, UPDATES = 16, 8, 4
+GROUPS, MEMBERS, UPDATES = 12, 8, 4
 WINDOW, LAST = 5, 10
 """Steps of a smoothed point, and steps at the end that are averaged."""
 
@@ -71,6 +71,13 @@ class Cell:
     lr: float
     seed: int
     steps: int
+    through: Literal["process", "actors"] = "process"
+    """One process, or the actors of a run, where a token may be younger than the lag."""
+
+    @property
+    def name(self) -> dict[str, Any]:
+        """What its record begins with: records that agree in this are of the same cell."""
+        return asdict(self) | {"groups": GROUPS, "members": MEMBERS, "updates": UPDATES}
 
     @property
     def buffer(self) -> BufferConfig:

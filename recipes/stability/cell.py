@@ -7,7 +7,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +28,8 @@ from recipes.stability import CORRECTIONS, GROUPS, MEMBERS, SAMPLING, TASK, Cell
 class Lab:
     """Model and engine, kept from cell to cell, and the groups of version 0, which all cells of a seed share.
 
-    Groups are drawn `GROUPS` at a time, whatever the lag, so that a cell repeats to the bit. As the trainer's `Staging`
-    it hands each version over to the engine at once.
+    Groups are drawn `GROUPS` at a time, whatever the lag, so that a cell repeats to the bit. As the trainer's
+    `Staging` it hands each version over to the engine at once.
     """
 
     exact = True
@@ -142,4 +141,4 @@ def measure(cell: Cell) -> dict[str, Any]:
     wall, cpu = time.perf_counter(), time.process_time()
     curves = _lab[0].run(cell)
     seconds = {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
-    return asdict(cell) | figures(curves) | seconds | {"rewards": curves.rewards}
+    return cell.name | figures(curves) | seconds | {"rewards": curves.rewards}
