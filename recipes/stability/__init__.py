@@ -1,8 +1,8 @@
 """Which corrections hold up against stale data: one small model under a lag that is forced, not waited for.
 
 A step consumes `GROUPS` prompts of `MEMBERS` rollouts in `UPDATES` optimizer updates. The buffer keeps order `fifo`
-with max_staleness = depth = lag: it leases (lag + 1) * GROUPS groups at version 0 and GROUPS more with each version, so
-every token of step s is exactly min(s, lag) versions old.
+with max_staleness = depth = lag: it leases (lag + 1) * GROUPS groups at version 0 and GROUPS more with each version,
+so every token of step s is exactly min(s, lag) versions old.
 """
 
 from __future__ import annotations

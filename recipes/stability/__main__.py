@@ -10,6 +10,7 @@ import json
 import multiprocessing
 import os
 import platform
+import signal
 import statistics
 import sys
 import tempfile
@@ -90,10 +91,11 @@ def collect(
         ValueError: the file is damaged.
         OSError: it cannot be read or written.
     """
-    lines = list(read_lines(output)) if output is not None and output.exists() else []
-    if output is not None and lines:
+    records: list[Record] = []
+    if output is not None and output.exists():
+        lines = list(read_lines(output))
         write_whole(output, b"".join(line for line, _ in lines))  # without a torn last line
-    records = [record for _, record in lines]
+        records = [record for _, record in lines]
     missing = [cell for cell in cells if _find(cell, records) is None]
     for number, record in enumerate(work(missing) if missing else (), 1):
         records.append(record)
@@ -216,7 +218,7 @@ def _median(records: Sequence[Record], column: str, how: str) -> str:
 
 
 def main() -> None:
-    """Errors of the settings and of the file in one line; a signal leaves the file as it is."""
+    """Errors of settings and files are one line, and so is an interrupt."""
     try:
         config = tyro.cli(Config)
         with only_ours():
@@ -224,8 +226,8 @@ def main() -> None:
     except (ValueError, OSError) as error:
         sys.exit(f"stability: {error}")
     except KeyboardInterrupt:
-        print("stability: interrupted; started again with the same --output it goes on", file=sys.stderr)
-        sys.exit(130)
+        print("stability: interrupted; with the same --output it goes on after the cells there", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
     if config.json:
         settings = plain(config) | {"groups": GROUPS, "members": MEMBERS, "updates": UPDATES}
         print(json.dumps({"settings": settings, "machine": machine(), "cells": records}, indent=2))
