@@ -151,6 +151,18 @@ def test_dis_one_sided_table() -> None:
     assert gradient == pytest.approx([-1.0, 2.4, 0.0, 0.0, -1.8], abs=1e-12)
 
 
+@pytest.mark.parametrize("with_old", [False, True])
+def test_dis_one_sided_has_the_gradient_of_ppo_against_behaviour(with_old: bool) -> None:
+    """-rA where neither drops the token, to the bit, whether or not there was a pass at the start of the step."""
+    inputs = inputs_of(LOGPROBS, BEHAVIOUR, ADVANTAGES)
+    swapped = replace(inputs, advantages_T=-inputs.advantages_T)
+    old_T = inputs.logprobs_T.detach() if with_old else None
+    for some in (inputs, swapped):
+        wanted = loss_and_gradient(PPOClip(clip_low=0.2, clip_high=0.28), some)[1]
+        one_sided = DIS(low=0.8, high=1.28, one_sided=True)
+        assert loss_and_gradient(one_sided, replace(some, old_T=old_T))[1] == wanted
+
+
 def test_dis_not_detached_table() -> None:
     """Gradient -rA (1 + log pi) where the detached one is -rA.
 
