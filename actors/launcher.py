@@ -56,7 +56,7 @@ def resolve(config: RunConfig) -> RunConfig:
     config = replace(config, sampling=sampling)
     engine, p = config.generator.engine, config.buffer.groups_per_step
     if config.buffer.max_staleness == 0 and isinstance(engine, NativeEngine):
-        per_replica = -(-p // config.generator.replicas) * config.group_size
+        per_replica = -(-p // config.generator.replicas) * config.drawn
         engine = replace(engine, deterministic=True, slots=per_replica)
     return replace(config, generator=replace(config.generator, engine=engine))
 
@@ -127,6 +127,11 @@ def check(config: RunConfig, task: Task) -> tuple[Placement, int]:
         raise ValueError(
             "--eval.every needs held-out rows and this task keeps none: give it some (--task.held-out), or the class "
             "held_out_rows and held_out_row(i)"
+        )
+    if config.filter.overlong_cache > config.sampling.max_tokens:
+        raise ValueError(
+            f"--filter.overlong-cache {config.filter.overlong_cache} is more than --sampling.max-tokens "
+            f"{config.sampling.max_tokens}: lower it"
         )
     needed = config.trainer.ranks + (config.generator.replicas + (config.eval.every > 0)) * config.generator.tp
     if 0 < config.gpus < needed:
@@ -338,7 +343,7 @@ async def spawn(
         config.epochs,
         config.seed,
         config.rollout.timeout,
-        config.group_size,
+        config.drawn,
         config.rollout.quarantine,
     )
 
@@ -347,7 +352,7 @@ async def spawn(
         if spot is placement.evaluator and isinstance(engine, NativeEngine):
             settings = replace(settings, engine=replace(engine, deterministic=False))
         procs = meshes.spawn(spot)
-        arguments = (settings, model, config.group_size, spot.device)
+        arguments = (settings, model, config.drawn, spot.device)
         return procs, procs.spawn(spot.name, Generator, *arguments, label=spot.name, version=version)
 
     spots = [*placement.generators, *([placement.evaluator] if placement.evaluator else [])]
@@ -359,6 +364,8 @@ async def spawn(
         model=config.model,
         sampling=config.sampling,
         group_size=config.group_size,
+        filter=config.filter,
+        solved=config.eval.solved,
         seed=config.seed,
         folder=folder,
         fixed_routes=config.buffer.max_staleness == 0,
