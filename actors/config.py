@@ -315,10 +315,6 @@ class RunConfig:
             raise ValueError("config.resume goes on with a folder that config.overwrite removes: give one of them")
         if self.resume and self.output_dir is None:
             raise ValueError("config.resume needs the folder of the run to go on with: give --output-dir")
-        if self.group_size == 1 and self.filter.on_truncated == "bootstrap":
-            raise ValueError("filter.on_truncated bootstrap needs others in the group: raise config.group_size")
-        if self.group_size == 1 and self.filter.oversample > 1:
-            raise ValueError("filter.oversample keeps right and wrong rollouts: raise config.group_size")
 
     @property
     def drawn(self) -> int:

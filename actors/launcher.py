@@ -110,6 +110,19 @@ def check_model(model: str | None, sampling: Sampling) -> list[Path]:
     return files
 
 
+def check_filter(config: RunConfig) -> None:
+    """Raises ValueError if a filter cannot work with the other settings."""
+    chosen, most = config.filter, config.sampling.max_tokens
+    if config.group_size == 1 and chosen.on_truncated == "bootstrap":
+        raise ValueError("--filter.on-truncated bootstrap needs other rollouts of the prompt: raise --group-size")
+    if config.group_size == 1 and chosen.oversample > 1:
+        raise ValueError("--filter.oversample keeps right and wrong rollouts of a prompt: raise --group-size")
+    if chosen.overlong_cache > most:
+        raise ValueError(
+            f"--filter.overlong-cache {chosen.overlong_cache} is more than --sampling.max-tokens {most}: lower it"
+        )
+
+
 def check(config: RunConfig, task: Task) -> tuple[Placement, int]:
     """Refuse what cannot work before anything starts; returns the placement and the bytes of shared files needed.
 
@@ -128,11 +141,7 @@ def check(config: RunConfig, task: Task) -> tuple[Placement, int]:
             "--eval.every needs held-out rows and this task keeps none: give it some (--task.held-out), or the class "
             "held_out_rows and held_out_row(i)"
         )
-    if config.filter.overlong_cache > config.sampling.max_tokens:
-        raise ValueError(
-            f"--filter.overlong-cache {config.filter.overlong_cache} is more than --sampling.max-tokens "
-            f"{config.sampling.max_tokens}: lower it"
-        )
+    check_filter(config)
     needed = config.trainer.ranks + (config.generator.replicas + (config.eval.every > 0)) * config.generator.tp
     if 0 < config.gpus < needed:
         raise ValueError(f"--gpus {config.gpus}: trainer and generators need {needed} devices in all")

@@ -148,7 +148,7 @@ class RolloutWorker(Actor):
             del self._groups[lease.ticket, lease.attempt]
 
     async def _hand_over(self, lease: Lease, members: list[Member]) -> None:
-        """Give the buffer what the filters keep of the members that are left. With too few left the attempt failed; with
+        """Give the buffer what filters keep of the members that are left. With too few left the attempt failed, with
         too few kept the buffer hears only what they got."""
         play = self._play
         scored = tuple(m.stream.finish() for m in members if m.stream is not None and m.failure is None)
