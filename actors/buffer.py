@@ -21,7 +21,7 @@ from actors import payload
 from actors.config import BufferConfig
 from actors.ledger import Ledger
 from actors.tickets import Suspect
-from actors.types import GroupMeta, Lease, Taken
+from actors.types import Filtered, GroupMeta, Lease, Taken
 
 log = logging.getLogger(__name__)
 
@@ -108,6 +108,12 @@ class ReplayBuffer(Actor):
         accepted = self._ledger.put(meta, failure)
         await self._wake()
         return accepted
+
+    @concurrent_endpoint
+    async def filtered(self, group: Filtered, failure: str = "") -> None:
+        """Record a group that filters left too little of; raises as `Ledger.filtered` does."""
+        self._ledger.filtered(group, failure)
+        await self._wake()
 
     @concurrent_endpoint
     async def stale(self, ticket: int, attempt: int, oldest: int, actions: np.ndarray) -> None:

@@ -56,6 +56,29 @@ class BufferConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FilterConfig:
+    """Which rollouts of a finished group are trained, and with which rewards. A group of which fewer than two are left
+    (none, where there is one per prompt) is dropped and replaced. Evaluation filters nothing."""
+
+    on_truncated: Literal["reward", "zero", "drop", "bootstrap"] = "reward"
+    """What a rollout counts as whose last action ran into max_tokens: its reward as judged; 0; nothing, advantages are
+    then of the others; or bootstrap: the value of the state where it was cut stands in for the outcome that did not
+    come. Without a critic that value is the mean reward of the group's other, untruncated rollouts; where there are
+    none, it is left out."""
+    overlong_cache: int = 0
+    """Takes up to 1 from the rewards of long answers: evenly more over the last so many tokens before max_tokens, by
+    the length of the last action (DAPO's soft overlong punishment); 0 takes nothing."""
+    oversample: int = 1
+    """Draws so many times group_size rollouts per prompt, of which group_size stay (GRPO-RoC): right ones (eval.solved
+    or more) and wrong ones in proportion, of the right ones those whose part `penalty` of the reward is lowest, of the
+    wrong ones any. A group without both is dropped."""
+
+    def __post_init__(self) -> None:
+        require("filter", 0, overlong_cache=self.overlong_cache)
+        require("filter", 1, oversample=self.oversample)
+
+
+@dataclass(frozen=True, kw_only=True)
 class NativeEngine:
     """A Hugging Face model in plain torch, continuous batching over slots of a KV cache."""
 
@@ -278,6 +301,7 @@ class RunConfig:
     sampling: Sampling = field(default_factory=Sampling)
     """How completions are drawn."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    filter: FilterConfig = field(default_factory=FilterConfig)
     buffer: BufferConfig = field(default_factory=BufferConfig)
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
@@ -296,11 +320,17 @@ class RunConfig:
         if self.resume and self.output_dir is None:
             raise ValueError("config.resume needs the folder of the run to go on with: give --output-dir")
 
+    @property
+    def drawn(self) -> int:
+        """Rollouts drawn per prompt, of which `group_size` are trained."""
+        return self.group_size * self.filter.oversample
+
 
 __all__ = [
     "BufferConfig",
     "Dtype",
     "EvalConfig",
+    "FilterConfig",
     "GeneratorConfig",
     "HfBackend",
     "LogConfig",

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import traceback
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -154,8 +155,9 @@ async def episode_errors(where: str, deadline: float) -> AsyncIterator[None]:
         raise EpisodeError(f"environment {where}: {text}") from error
 
 
-def meta_of(group: Group, handle: PayloadHandle, quarantined: int) -> GroupMeta:
-    """What the buffer needs to know of a group; `quarantined` of its members were left out."""
+def meta_of(group: Group, handle: PayloadHandle, quarantined: int, scored: Sequence[Rollout]) -> GroupMeta:
+    """What the buffer needs to know of a group: `quarantined` members failed, `scored` got rewards, and the group
+    holds what filters left of them."""
     rollouts = group.rollouts
     lengths = np.array([len(r.tokens) for r in rollouts], np.int32)
     starts = np.cumsum(lengths) - lengths
@@ -167,19 +169,25 @@ def meta_of(group: Group, handle: PayloadHandle, quarantined: int) -> GroupMeta:
         ticket=group.ticket,
         attempt=group.attempt,
         row=group.row,
-        rewards=np.array([r.reward for r in rollouts], np.float32),
+        rewards=rewards_of(rollouts),
         lengths=lengths,
         actions=actions,
         oldest=np.where(actions, oldest, -1).astype(np.int32),
         newest=np.maximum.reduceat(versions, starts),
-        truncated=np.array([r.truncated for r in rollouts], bool),
+        truncated=np.array([r.truncated for r in scored], bool),
         handle=handle,
-        parts=_columns([r.parts for r in rollouts]),
+        parts=parts_of(scored),
+        judged=None if all(a is b for a, b in zip_longest(rollouts, scored)) else rewards_of(scored),
         quarantined=quarantined,
     )
 
 
-def _columns(parts: list[Mapping[str, float]]) -> dict[str, np.ndarray]:
-    """Records as columns, float32, nan where one lacks a name."""
-    names = dict.fromkeys(name for p in parts for name in p)
-    return {name: np.array([p.get(name, np.nan) for p in parts], np.float32) for name in names}
+def rewards_of(rollouts: Sequence[Rollout]) -> np.ndarray:
+    """float32 [rollouts]."""
+    return np.array([r.reward for r in rollouts], np.float32)
+
+
+def parts_of(rollouts: Sequence[Rollout]) -> dict[str, np.ndarray]:
+    """The rollouts' `parts` as columns, float32, nan where one lacks a name."""
+    names = dict.fromkeys(name for r in rollouts for name in r.parts)
+    return {name: np.array([r.parts.get(name, np.nan) for r in rollouts], np.float32) for name in names}

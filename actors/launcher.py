@@ -57,7 +57,7 @@ def resolve(config: RunConfig) -> RunConfig:
     config = replace(config, sampling=sampling)
     engine, p = config.generator.engine, config.buffer.groups_per_step
     if config.buffer.max_staleness == 0 and isinstance(engine, NativeEngine):
-        per_replica = -(-p // config.generator.replicas) * config.group_size
+        per_replica = -(-p // config.generator.replicas) * config.drawn
         engine = replace(engine, deterministic=True, slots=per_replica)
     return replace(config, generator=replace(config.generator, engine=engine))
 
@@ -111,6 +111,19 @@ def check_model(model: str | None, sampling: Sampling) -> list[Path]:
     return files
 
 
+def check_filter(config: RunConfig) -> None:
+    """Raises ValueError if a filter cannot work with the other settings."""
+    chosen, most = config.filter, config.sampling.max_tokens
+    if config.group_size == 1 and chosen.on_truncated == "bootstrap":
+        raise ValueError("--filter.on-truncated bootstrap needs other rollouts of the prompt: raise --group-size")
+    if config.group_size == 1 and chosen.oversample > 1:
+        raise ValueError("--filter.oversample keeps right and wrong rollouts of a prompt: raise --group-size")
+    if chosen.overlong_cache > most:
+        raise ValueError(
+            f"--filter.overlong-cache {chosen.overlong_cache} is more than --sampling.max-tokens {most}: lower it"
+        )
+
+
 def check(config: RunConfig, task: Task) -> tuple[Placement, int]:
     """Refuse what cannot work before anything starts; returns the placement and the bytes of shared files needed.
 
@@ -129,6 +142,7 @@ def check(config: RunConfig, task: Task) -> tuple[Placement, int]:
             "--eval.every needs held-out rows and this task keeps none: give it some (--task.held-out), or the class "
             "held_out_rows and held_out_row(i)"
         )
+    check_filter(config)
     needed = config.trainer.ranks + (config.generator.replicas + (config.eval.every > 0)) * config.generator.tp
     if 0 < config.gpus < needed:
         raise ValueError(f"--gpus {config.gpus}: trainer and generators need {needed} devices in all")
@@ -375,7 +389,7 @@ async def spawn(
         config.epochs,
         config.seed,
         config.rollout.timeout,
-        config.group_size,
+        config.drawn,
         config.rollout.quarantine,
     )
 
@@ -384,7 +398,7 @@ async def spawn(
         if spot is placement.evaluator and isinstance(engine, NativeEngine):
             settings = replace(settings, engine=replace(engine, deterministic=False))
         procs = meshes.spawn(spot)
-        arguments = (settings, model, config.group_size, spot.device)
+        arguments = (settings, model, config.drawn, spot.device)
         return procs, procs.spawn(spot.name, Generator, *arguments, label=spot.name, version=version)
 
     spots = [*placement.generators, *([placement.evaluator] if placement.evaluator else [])]
@@ -396,6 +410,8 @@ async def spawn(
         model=config.model,
         sampling=config.sampling,
         group_size=config.group_size,
+        filter=config.filter,
+        solved=config.eval.solved,
         seed=config.seed,
         folder=folder,
         fixed_routes=config.buffer.max_staleness == 0,

@@ -17,10 +17,10 @@ from actors.books import Books
 from actors.config import BufferConfig
 from actors.tallies import zero_variance
 from actors.tickets import Entry, RowOrder, Suspect, admission, takeable
-from actors.types import GroupMeta, Lease, Taken
+from actors.types import Filtered, GroupMeta, Lease, Taken
 
 HOPELESS = 100
-"""Attempts that fail, or groups of equal rewards, in a row before the run ends."""
+"""Attempts that fail, groups that are filtered, or groups of equal rewards, in a row before the run ends."""
 
 
 class Ledger:
@@ -44,7 +44,8 @@ class Ledger:
         quarantine: float = math.inf,
     ) -> None:
         """`rows` and `epochs` bound the data (None: endless); `free` is called once per payload that is not needed
-        any more; `quarantine` is the share of a step's rollouts (groups_per_step * group_size) that may fail."""
+        any more; `quarantine` is the share of a step's rollouts (groups_per_step * group_size) that may fail, where
+        `group_size` counts all that are drawn."""
         self.config = config
         self.capacity = admission(config)
         self.in_flight = config.in_flight or self.capacity or 4 * config.groups_per_step
@@ -57,6 +58,8 @@ class Ledger:
         self._suspects: dict[int, list[Suspect]] = defaultdict(list)
         self._failures = 0
         """Attempts that failed since a group was finished."""
+        self._filtered = 0
+        """Groups that were filtered since then."""
         self._ended = False
 
     # Issue
@@ -113,8 +116,34 @@ class Ledger:
         if entry is None:
             self._free(meta)
             return False
-        self._failures = 0
+        self._failures = self._filtered = 0
         self._books.finish(entry, meta)
+        return True
+
+    def filtered(self, group: Filtered, failure: str = "") -> bool:
+        """Record a group that a worker's filters left too little of: it is dropped, and its slot returns for another
+        ticket. False if its attempt is not the current one.
+
+        Args:
+            failure: as of `put`.
+
+        Raises:
+            RuntimeError: too many rollouts failed since the last take; or `HOPELESS` groups were filtered in a row: no
+                step would ever be full.
+        """
+        self._quarantine(group.quarantined, failure)
+        entry = self._books.current(group.ticket, group.attempt)
+        if entry is None:
+            return False
+        self._books.tally.since.note(group.judged, group.parts)
+        self._drop(entry, "filtered")
+        self._filtered += 1
+        if self._filtered >= HOPELESS:
+            raise RuntimeError(
+                f"{self._filtered} groups in a row were filtered and none was finished; the last had {group.seen}: "
+                "raise --sampling.max-tokens if answers are cut, or train them with --filter.on-truncated reward; use "
+                "--filter.oversample 1 if all or none are right"
+            )
         return True
 
     def failed(self, ticket: int, attempt: int, reason: str, quarantined: int = 0) -> bool:
@@ -192,7 +221,7 @@ class Ledger:
 
     def _close_take(self, chosen: list[Entry]) -> Taken:
         books, metas = self._books, [t.group for t in chosen]
-        step = books.next_step
+        step, there = books.next_step, [t.group for t in books.untaken if t.meta is not None]
         books.take(chosen)
         self._ended = books.next_step >= self._steps or (self._drained() and not books.untaken)
         if self._ended:
@@ -208,7 +237,7 @@ class Ledger:
             step=step,
             groups=tuple(metas),
             max_staleness=bound if self.config.stale == "mask" and bound >= 0 else None,
-            metrics=books.tally.take(metas) | gauges,
+            metrics=books.tally.take(step, metas, there) | gauges,
             last=self._ended,
         )
 
@@ -270,6 +299,8 @@ class Ledger:
         self._free_payloads(self._books.cut())
 
     def _drop(self, entry: Entry, reason: str) -> None:
+        if entry.meta is not None:
+            self._books.tally.look(entry.meta)
         self._books.end(entry, reason)
         self._free_payloads([entry])
 

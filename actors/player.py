@@ -7,12 +7,13 @@ import itertools
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
+from actors.config import EvalConfig, FilterConfig
 from actors.environment import Prompt, Row, Task
 from actors.episode import EpisodeError, Member, Part, Stream, episode_errors, read_only
 from actors.router import Router
@@ -39,6 +40,11 @@ class Play:
     """Folder with the tokenizer."""
     sampling: Sampling
     group_size: int
+    """Rollouts of a prompt that are trained, where there is no failure."""
+    filter: FilterConfig = field(default_factory=FilterConfig)
+    """Which ones, and with which rewards."""
+    solved: float = EvalConfig.solved
+    """Reward from which on a rollout is right."""
     seed: int
     folder: str
     """Where payloads go."""

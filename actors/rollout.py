@@ -12,11 +12,12 @@ from monarch.actor import Actor, concurrent_endpoint, current_rank
 
 from actors import payload
 from actors.environment import HeldOut, HeldOutRows, Outcome
-from actors.episode import Member, meta_of
+from actors.episode import Member, meta_of, parts_of, rewards_of
+from actors.filters import survivors
 from actors.player import PROBE_TICKET, GivenUp, Play, Player
 from actors.tickets import Suspect
 from actors.timeline import Span, Spans
-from actors.types import Completion, Group, Judged, Lease, Probe, Rollout, Sampling
+from actors.types import Completion, Filtered, Group, Judged, Lease, Probe, Rollout, Sampling, derive_seed
 
 log = logging.getLogger(__name__)
 
@@ -127,7 +128,7 @@ class RolloutWorker(Actor):
     async def _lead(self, lease: Lease) -> None:
         """One group from lease to buffer."""
         replica = self._player.router.pick(lease.ticket, (lease.ticket, lease.attempt))
-        members = self._player.members(lease, self._play.group_size)
+        members = self._player.members(lease, self._play.group_size * self._play.filter.oversample)
         abort = partial(self._replicas[replica].abort.call_one, lease.ticket, lease.attempt)
         try:
             await self._player.play(lease, members, replica)
@@ -147,14 +148,37 @@ class RolloutWorker(Actor):
             del self._groups[lease.ticket, lease.attempt]
 
     async def _hand_over(self, lease: Lease, members: list[Member]) -> None:
-        """Give the buffer the members that are left, or the failed attempt if they are too few."""
-        rollouts = tuple(m.stream.finish() for m in members if m.stream is not None and m.failure is None)
-        if 2 * len(rollouts) < len(members):
-            await self._fail(lease, members, f"only {len(rollouts)} of {len(members)} members are left")
+        """Give the buffer what filters keep of the members that are left. With too few left the attempt failed, with
+        too few kept the buffer hears only what they got."""
+        play = self._play
+        scored = tuple(m.stream.finish() for m in members if m.stream is not None and m.failure is None)
+        if 2 * len(scored) < len(members):
+            await self._fail(lease, members, f"only {len(scored)} of {len(members)} members are left")
             return
-        group = Group(ticket=lease.ticket, attempt=lease.attempt, row=lease.row, rollouts=rollouts)
-        meta = meta_of(group, payload.write(group, self._play.folder), len(members) - len(rollouts))
-        await self._buffer.put.call_one(meta, next((m.failure for m in members if m.failure), ""))
+        failed, failure = len(members) - len(scored), next((m.failure for m in members if m.failure), "")
+        kept = survivors(
+            scored,
+            play.filter,
+            group_size=play.group_size,
+            solved=play.solved,
+            seed=derive_seed(play.seed, lease.ticket, -1, 0),
+        )
+        if not kept:
+            cut, right = sum(r.truncated for r in scored), sum(r.reward >= play.solved for r in scored)
+            seen = f"{cut} of {len(scored)} rollouts truncated, {right} right"
+            filtered = Filtered(
+                ticket=lease.ticket,
+                attempt=lease.attempt,
+                judged=rewards_of(scored),
+                parts=parts_of(scored),
+                seen=seen,
+                quarantined=failed,
+            )
+            await self._buffer.filtered.call_one(filtered, failure)
+            return
+        group = Group(ticket=lease.ticket, attempt=lease.attempt, row=lease.row, rollouts=kept)
+        meta = meta_of(group, payload.write(group, play.folder), failed, scored)
+        await self._buffer.put.call_one(meta, failure)
 
     async def _fail(self, lease: Lease, members: list[Member], reason: str) -> None:
         log.warning("ticket %d (row %d) attempt %d failed: %s", lease.ticket, lease.row, lease.attempt, reason)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,7 +14,7 @@ from actors.types import GroupMeta
 
 log = logging.getLogger(__name__)
 
-DROP_REASONS = ("stale", "zero_variance", "failed", "end")
+DROP_REASONS = ("stale", "zero_variance", "filtered", "failed", "end")
 
 
 @dataclass
@@ -22,6 +22,9 @@ class Since:
     """What ended since the last take."""
 
     rewards: list[float] = field(default_factory=list)
+    """As judged, of all scored rollouts."""
+    oldest: list[int] = field(default_factory=list)
+    """Version of the oldest token of each finished group that a look for the next batch dropped."""
     dropped: Counter[str] = field(default_factory=Counter)
     parts: dict[str, list[float]] = field(default_factory=dict)
     """For every name that was seen in the run."""
@@ -29,15 +32,16 @@ class Since:
     failure: str = ""
     """The first rollout's that failed, with its traceback."""
 
-    def note(self, meta: GroupMeta) -> None:
-        """Add what a group's members got."""
-        self.rewards.extend(meta.rewards.tolist())
-        for name, values in meta.parts.items():
+    def note(self, judged: np.ndarray, parts: Mapping[str, np.ndarray]) -> None:
+        """Add what a group's scored rollouts got."""
+        self.rewards.extend(judged.tolist())
+        for name, values in parts.items():
             self.parts.setdefault(name, []).extend(values[~np.isnan(values)].tolist())
 
     def prepend(self, before: Since) -> None:
         """Add what ended before."""
         self.rewards = before.rewards + self.rewards
+        self.oldest = before.oldest + self.oldest
         self.dropped += before.dropped
         self.parts = {name: before.parts.get(name, []) + values for name, values in self.parts.items()}
         self.quarantined += before.quarantined
@@ -65,7 +69,11 @@ class Tally:
         """Count a group that ended untrained; `meta` if it was finished."""
         self.since.dropped[reason] += 1
         if meta is not None:
-            self.since.note(meta)
+            self.since.note(_judged(meta), meta.parts)
+
+    def look(self, meta: GroupMeta) -> None:
+        """Count the age of a finished group that is there when a batch is looked for, and is dropped then."""
+        self.since.oldest.append(int(meta.oldest.min()))
 
     def stale(self, ticket: int, actions: np.ndarray, *, span: int, bound: int) -> None:
         """Count the lengths of a group that is dropped as stale; its own generation crossed `span` versions."""
@@ -80,10 +88,16 @@ class Tally:
         self.lengths["dropped"][0] += int(actions.sum())
         self.lengths["dropped"][1] += len(actions)
 
-    def take(self, metas: list[GroupMeta]) -> dict[str, float]:
-        """Count the groups that a step takes and return its metrics; what ends from now on is the next step's."""
+    def take(self, step: int, metas: list[GroupMeta], there: list[GroupMeta]) -> dict[str, float]:
+        """Count the groups that a step takes, out of the finished ones that are `there`, and return its metrics; what
+        ends from now on is the next step's.
+
+        A group's age is the version to train from minus that of its oldest token. `staleness/age` is of the groups
+        taken, `buffer/age` of all finished ones that were there, before any was dropped.
+        """
         for meta in metas:
-            self.since.note(meta)
+            self.since.note(_judged(meta), meta.parts)
+        oldest = self.since.oldest + [int(m.oldest.min()) for m in there]
         actions = [n for m in metas for n in m.actions.tolist()]
         self.lengths["trained"][0] += sum(actions)
         self.lengths["trained"][1] += len(actions)
@@ -96,8 +110,10 @@ class Tally:
             "rollout/length_max": float(max(actions, default=0)),
             "rollout/truncated": _mean(float(t) for m in metas for t in m.truncated.tolist()),
             "rollout/quarantined": float(since.quarantined),
+            "staleness/age": _mean(step - int(m.oldest.min()) for m in metas),
             "staleness/dropped": float(since.dropped["stale"]),
             "staleness/dropped_length_ratio": self._length_ratio(),
+            "buffer/age": _mean(step - version for version in oldest),
             **{f"buffer/dropped_{reason}": float(since.dropped[reason]) for reason in DROP_REASONS},
             **{f"reward/{name}": _mean(values) if values else math.nan for name, values in since.parts.items()},
         }
@@ -130,6 +146,11 @@ def zero_variance(meta: GroupMeta) -> bool:
     return bool(meta.rewards.min() == meta.rewards.max())
 
 
+def _judged(meta: GroupMeta) -> np.ndarray:
+    return meta.rewards if meta.judged is None else meta.judged
+
+
 def _mean(values: Iterable[float]) -> float:
+    """Summed exactly, so that the order in which groups ended leaves no trace."""
     listed = list(values)
-    return sum(listed) / len(listed) if listed else 0.0
+    return math.fsum(listed) / len(listed) if listed else 0.0

@@ -273,7 +273,7 @@ class Rollout:
     """int32 [n]; -1 outside the mask."""
     turns: tuple[Turn, ...]
     reward: float
-    """Sum of the turns' rewards."""
+    """Sum of the turns' rewards; in a group that is trained, what `actors.filters` made of it."""
     sampling: Sampling
     policy: str = "policy"
     """Which weights acted."""
@@ -334,13 +334,16 @@ class PayloadHandle:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupMeta:
-    """What the buffer knows of a finished group: everything but its tokens. Arrays are [members]."""
+    """What the buffer knows of a finished group: everything but its tokens.
+
+    Arrays are [members], those that are trained, or [scored]: the ones before them that filters left out, too.
+    """
 
     ticket: int
     attempt: int
     row: int
     rewards: np.ndarray
-    """float32."""
+    """float32, what is trained."""
     lengths: np.ndarray
     """int32, all tokens of the rollout, prompt included."""
     actions: np.ndarray
@@ -350,10 +353,28 @@ class GroupMeta:
     newest: np.ndarray
     """int32, version of the newest generated token."""
     truncated: np.ndarray
-    """bool, the last action hit `max_tokens`."""
+    """bool [scored], the last action hit `max_tokens`."""
     handle: PayloadHandle
     parts: dict[str, np.ndarray] = field(default_factory=dict)
-    """float32 each, the rollouts' `parts`; nan where a member lacks it."""
+    """float32 [scored] each, the rollouts' `parts`; nan where one lacks it."""
+    judged: np.ndarray | None = None
+    """float32 [scored], the rewards before any filter; None where nothing was filtered: they are `rewards`."""
+    quarantined: int = 0
+    """Members that were left out because their environment failed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Filtered:
+    """A group of which filters left too little to train: what its rollouts got. Arrays are [scored]."""
+
+    ticket: int
+    attempt: int
+    judged: np.ndarray
+    """float32, the rewards before any filter."""
+    parts: dict[str, np.ndarray]
+    """As `GroupMeta.parts`."""
+    seen: str
+    """What the rollouts were like, in a few words."""
     quarantined: int = 0
     """Members that were left out because their environment failed."""
 

@@ -11,6 +11,7 @@ from typing import ClassVar
 
 from actors.environment import Outcome, Prompt, Row
 from actors.types import Finish
+from losses import tool_penalty
 
 CALL = re.compile(r"\?(\d{1,6})([+*-])(\d{1,6})")
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
@@ -56,10 +57,11 @@ class Calculator:
 
 
 class CalculatorEpisode:
-    """Answers calls and judges the answer. Parts: `calls`, `malformed` (of them) and `right`."""
+    """Answers calls and judges the answer. Parts: `calls`, `malformed` (of them), `right`, and at the end `penalty`,
+    the share of malformed calls, a half without a call."""
 
     def __init__(self, task: Calculator) -> None:
-        self._task, self._calls = task, 0
+        self._task, self._calls, self._malformed = task, 0, 0
 
     async def reset(self, row: Row) -> Prompt:
         self._answer: str = row["answer"]
@@ -69,15 +71,20 @@ class CalculatorEpisode:
     async def step(self, action: str, finish: Finish) -> Outcome:
         if action.startswith(";") or finish != "stop":
             right = float(finish == "stop" and action == f";{self._answer}")
-            return Outcome(reward=right, parts={"right": right, "calls": 0.0, "malformed": 0.0})
+            return Outcome(reward=right, parts={"right": right, "calls": 0.0, "malformed": 0.0, **self._penalty()})
         self._calls += 1
         call = CALL.fullmatch(action)
+        self._malformed += call is None
         said = "[error]" if call is None else f"[{OPERATORS[call[2]](int(call[1]), int(call[3])):04d}]"
+        ends = self._calls > self._task.calls
         return Outcome(
             reward=-self._task.cost * (1 if call else 2),
-            observation=said if self._calls <= self._task.calls else None,
-            parts={"right": 0.0, "calls": 1.0, "malformed": float(call is None)},
+            observation=None if ends else said,
+            parts={"right": 0.0, "calls": 1.0, "malformed": float(call is None), **(self._penalty() if ends else {})},
         )
+
+    def _penalty(self) -> dict[str, float]:
+        return {"penalty": tool_penalty(self._calls, self._malformed)}
 
     async def close(self) -> None:
         return

@@ -224,7 +224,7 @@ def finished(lease: Lease, folder: Path) -> GroupMeta:
         row=lease.row,
         rollouts=tuple(rollout(rng, 9, 3, lease.version) for _ in range(2)),
     )
-    return meta_of(group, payload.write(group, str(folder)), quarantined=0)
+    return meta_of(group, payload.write(group, str(folder)), quarantined=0, scored=group.rollouts)
 
 
 @pytest.mark.slow

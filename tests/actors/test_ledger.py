@@ -20,7 +20,7 @@ from actors.buffer import ReplayBuffer
 from actors.config import BufferConfig
 from actors.ledger import Ledger
 from actors.tickets import RowOrder, Suspect, admission
-from actors.types import GroupMeta, Lease, PayloadHandle
+from actors.types import Filtered, GroupMeta, Lease, PayloadHandle
 
 
 def meta(lease: Lease, *, rewards=(0.0, 1.0), oldest=None, newest=None, length=10) -> GroupMeta:
@@ -38,6 +38,17 @@ def meta(lease: Lease, *, rewards=(0.0, 1.0), oldest=None, newest=None, length=1
         newest=np.full(n, newest, np.int32),
         truncated=np.zeros(n, bool),
         handle=PayloadHandle(host="h", path=f"{lease.ticket}-{lease.attempt}", nbytes=1),
+    )
+
+
+def filtered(lease: Lease, *, judged=(0.0, 0.0), quarantined=0, **parts) -> Filtered:
+    return Filtered(
+        ticket=lease.ticket,
+        attempt=lease.attempt,
+        judged=np.array(judged, np.float32),
+        parts={name: np.array(values, np.float32) for name, values in parts.items()},
+        seen="2 of 2 rollouts truncated, 0 right",
+        quarantined=quarantined,
     )
 
 
@@ -286,6 +297,110 @@ def test_a_worker_that_hangs_ends_the_wait_but_a_long_step_does_not(monkeypatch)
     asyncio.run(run())
 
 
+# Filters
+
+
+def test_a_filtered_group_is_dropped_and_another_ticket_takes_its_slot():
+    book = ledger(groups_per_step=2, max_staleness=0)
+    first, second = book.lease(0, 9)
+    assert book.filtered(filtered(first, judged=(1.0, 0.5, 0.0), right=(1.0, 0.0, np.nan)))
+    assert not book.filtered(filtered(first)) and not book.put(meta(first)), "its attempt has ended"
+    (third,) = book.lease(0, 9)
+    assert (third.ticket, third.attempt) == (2, 0) and book.take(0) is None
+    book.put(replace(meta(second), judged=np.array([0.5, 0.0, 1.0], np.float32), parts={"right": np.ones(3)}))
+    book.put(meta(third))
+    taken = book.take(0)
+    assert tickets(taken) == [1, 2]
+    # As judged: 1, 0.5, 0 of the filtered one, 0.5, 0, 1 and 0, 1: 4 of 8. Trained: 0, 1 and 0, 1.
+    assert taken.metrics["reward/mean"] == taken.metrics["reward/trained"] == 0.5
+    assert taken.metrics["reward/right"] == 0.8  # 1, 0, -, 1, 1, 1
+    assert taken.metrics["buffer/dropped_filtered"] == 1.0 and taken.metrics["buffer/dropped_failed"] == 0.0
+    counts = book.counts()
+    assert (counts["dropped"], counts["dropped_filtered"], counts["ignored"], counts["open"]) == (1, 1, 2, 2)
+
+
+def test_reward_mean_is_as_judged_and_reward_trained_as_filtered():
+    book = ledger(groups_per_step=1, max_staleness=0)
+    (lease,) = book.lease(0, 9)
+    cut = np.array([True, False, True, False])
+    judged = np.array([1.0, 1.0, 0.0, 0.5], np.float32)
+    book.put(replace(meta(lease, rewards=(0.25, 0.75)), judged=judged, truncated=cut))
+    metrics = book.take(0).metrics
+    assert (metrics["reward/mean"], metrics["reward/trained"], metrics["rollout/truncated"]) == (0.625, 0.5, 0.5)
+
+
+def test_filtered_groups_at_the_end_of_the_data_are_not_waited_for():
+    book = ledger(groups_per_step=2, max_staleness=1, rows=3, epochs=1)
+    leases = book.lease(0, 9)
+    finish(book, leases, [1])
+    book.filtered(filtered(leases[0]))
+    assert book.take(0) is None
+    book.filtered(filtered(leases[2]))
+    taken = book.take(0)
+    assert tickets(taken) == [1] and taken.last
+
+
+def test_a_hundred_filtered_groups_in_a_row_end_the_run_and_say_what_to_change():
+    book = ledger(groups_per_step=2, max_staleness=3)
+
+    def drop(times):
+        for _ in range(times):
+            (lease,) = book.lease(0, 1)
+            book.filtered(filtered(lease))
+
+    drop(99)
+    (good,) = book.lease(0, 1)
+    book.put(meta(good))
+    drop(99)
+    with pytest.raises(RuntimeError) as error:
+        drop(1)
+    assert str(error.value) == (
+        "100 groups in a row were filtered and none was finished; the last had 2 of 2 rollouts truncated, 0 right: "
+        "raise --sampling.max-tokens if answers are cut, or train them with --filter.on-truncated reward; use "
+        "--filter.oversample 1 if all or none are right"
+    )
+
+
+def test_what_filters_left_is_counted_again_after_a_resume():
+    book = ledger(groups_per_step=2, max_staleness=2)
+    leases = book.lease(0, 6)
+    book.filtered(filtered(leases[0], judged=(1.0, 0.5), right=(1.0, 0.0), quarantined=3))
+    book.put(replace(meta(leases[1]), judged=np.array([0.5, 1.0, 0.0], np.float32)))
+    book.put(meta(leases[2]))
+    books = json.loads(json.dumps(book.snapshot(0)))
+    metrics = book.take(0).metrics
+    assert json.loads(json.dumps(book.snapshot(0))) == books, "a batch taken too early goes back"
+    other = ledger(groups_per_step=2, max_staleness=2)
+    other.restore(books)
+    assert other.counts() == book.counts() | {"quarantined": 3, "dropped_filtered": 1, "dropped": 1}
+    again = other.take(0)
+    assert tickets(again) == [1, 2] and again.metrics == metrics | {"buffer/in_flight": 3.0}
+    assert again.groups[0].judged.tolist() == [0.5, 1.0, 0.0] and again.groups[1].judged is None
+
+
+# Age
+
+
+def test_buffer_age_is_of_all_finished_groups_that_were_there_and_staleness_age_of_the_trained():
+    book = ledger(groups_per_step=1, max_staleness=3, depth=7, zero_variance="refill", refill_cap=9)
+    leases = book.lease(0, 8)
+    for step in range(4):
+        book.put(meta(leases[step], oldest=step))
+        assert book.take(step).metrics["buffer/age"] == 0.0
+        book.announce(step + 1)
+    # At step 4: one too old, one of equal rewards, neither is a batch; then one is trained and one waits.
+    book.put(meta(leases[4], oldest=0))
+    book.put(meta(leases[5], oldest=3, rewards=(1.0, 1.0)))
+    assert book.take(4) is None
+    assert book.snapshot(4)["since"]["oldest"] == [0, 3]
+    book.put(meta(leases[6], oldest=2, newest=4))
+    book.put(meta(leases[7], oldest=4))
+    metrics = book.take(4).metrics
+    assert metrics["buffer/age"] == (4 + 1 + 2 + 0) / 4 and metrics["staleness/age"] == 2.0
+    # Those dropped count for the step that looked at them; ticket 7 was there and still is.
+    assert book.take(5).metrics["buffer/age"] == 1.0
+
+
 # Zero variance, reuse, end of data
 
 
@@ -402,20 +517,80 @@ class Run:
     """Drives a ledger with random workers and a trainer; asserts its promises at every event."""
 
     def __init__(
-        self, config: BufferConfig, *, seed, steps, rows=None, epochs=None, sigma=1.0, fail=0, twice=0, wait=0
+        self,
+        config: BufferConfig,
+        *,
+        seed,
+        steps,
+        rows=None,
+        epochs=None,
+        sigma=1.0,
+        fail=0,
+        twice=0,
+        wait=0,
+        filtered=0,
     ):
         self.rng = random.Random(seed)
+        self.filtered, self.gone = filtered, set()
+        self.there: dict[str, int] = {}
+        """Oldest version of the finished groups that no step holds, by payload."""
+        self.looked: dict[str, int] = {}
+        """Of those that were there since the last take."""
         self.freed: list[str] = []
         self.given: list[str] = []
-        self.book = Ledger(
-            config, steps=steps, rows=rows, epochs=epochs, free=lambda m: self.freed.append(m.handle.path)
-        )
+        self.book = Ledger(config, steps=steps, rows=rows, epochs=epochs, free=self.free)
         self.config, self.sigma, self.fail, self.twice, self.wait = config, sigma, fail, twice, wait
         self.begun: dict[tuple[int, int], int] = {}
         self.clock, self.events, self.count = 0.0, [], itertools.count()
         self.trained: list[tuple[int, GroupMeta]] = []
         self.takes = []
         self.now_version = 0
+
+    def free(self, m):
+        self.freed.append(m.handle.path)
+        self.there.pop(m.handle.path, None)
+
+    def put(self, m):
+        path, known = m.handle.path, self.there.get(m.handle.path)
+        self.given.append(path)
+        if self.book.put(m):
+            known = int(m.oldest.min())
+        if known is not None:  # a second one is freed under the same name
+            self.there[path] = known
+
+    def filter(self, lease, chance, judged=(0.0, 0.0)):
+        """Whether this group is filtered."""
+        if chance.random() >= self.filtered:
+            return False
+        if self.book.filtered(filtered(lease, judged=judged)):
+            self.gone.add(lease.ticket)
+        return True
+
+    def take(self, step):
+        """The batch of `step`, its ages compared with what was there."""
+        self.looked |= self.there
+        taken = self.book.take(step)
+        if taken is not None:
+            ages = [step - version for version in self.looked.values()]
+            assert taken.metrics["buffer/age"] == pytest.approx(sum(ages) / max(1, len(ages)))
+            trained = [step - int(g.oldest.min()) for g in taken.groups]
+            assert taken.metrics["staleness/age"] == pytest.approx(sum(trained) / max(1, len(trained)))
+            self.looked = {}
+            for g in taken.groups:
+                self.there.pop(g.handle.path, None)
+            self.takes.append(taken)
+            self.trained += [(step, g) for g in taken.groups]
+        return taken
+
+    def announce(self, version):
+        self.now_version = version
+        self.book.announce(version)
+        if self.config.reuse == 1:
+            return
+        last = {g.handle.path: (taken.step, int(g.oldest.min())) for taken in self.takes for g in taken.groups}
+        for path, (step, oldest) in last.items():  # those that may be used again are back
+            if step < version and self.freed.count(path) < self.given.count(path):
+                self.there[path] = oldest
 
     def at(self, delay, action):
         heapq.heappush(self.events, (self.clock + delay, next(self.count), action))
@@ -442,6 +617,8 @@ class Run:
         if self.rng.random() < self.fail:
             self.book.failed(lease.ticket, lease.attempt, "chance")
             return
+        if self.filter(lease, self.rng):
+            return
         # Tokens were made at every version between birth and now.
         m = meta(
             lease,
@@ -451,8 +628,7 @@ class Run:
             length=max(1, int(100 * length)),
         )
         for _ in range(2 if self.rng.random() < self.twice else 1):
-            self.given.append(m.handle.path)
-            self.book.put(m)
+            self.put(m)
 
     def go(self, step_time=1.0):
         step, busy, over = 0, False, False
@@ -461,15 +637,12 @@ class Run:
         def end_step(step):
             nonlocal busy
             busy = False
-            self.now_version = step + 1
-            self.book.announce(step + 1)
+            self.announce(step + 1)
 
         while not over:
             if not busy:
-                taken = self.book.take(step)
+                taken = self.take(step)
                 if taken is not None:
-                    self.takes.append(taken)
-                    self.trained += [(step, g) for g in taken.groups]
                     over = taken.last
                     busy = True
                     self.at(step_time, lambda step=step: end_step(step))
@@ -513,9 +686,10 @@ configs = st.builds(
     fail=st.sampled_from([0.0, 0.3]),
     twice=st.sampled_from([0.0, 0.3]),
     wait=st.sampled_from([0.0, 3.0]),
+    filtered=st.sampled_from([0.0, 0.4]),
 )
-def test_random_schedules_keep_the_books(config, seed, steps, rows, sigma, fail, twice, wait):
-    chances = {"sigma": sigma, "fail": fail, "twice": twice, "wait": wait}
+def test_random_schedules_keep_the_books(config, seed, steps, rows, sigma, fail, twice, wait, filtered):
+    chances = {"sigma": sigma, "fail": fail, "twice": twice, "wait": wait, "filtered": filtered}
     run = Run(config, seed=seed, steps=steps, rows=rows, epochs=None if rows is None else 2, **chances).go()
     bound = config.max_staleness
     for step, g in run.trained:
@@ -529,6 +703,8 @@ def test_random_schedules_keep_the_books(config, seed, steps, rows, sigma, fail,
     assert max(
         (sum(g.ticket == t for _, g in run.trained) for t in {g.ticket for _, g in run.trained}), default=0
     ) <= (config.reuse)
+    assert run.book.counts()["dropped_filtered"] == len(run.gone)
+    assert not run.gone & {g.ticket for _, g in run.trained}
     for taken in run.takes[:-1]:
         if config.zero_variance == "keep" and (rows is None or config.reuse == 1):
             assert len(taken.groups) == config.groups_per_step
@@ -544,22 +720,32 @@ def test_random_schedules_keep_the_books(config, seed, steps, rows, sigma, fail,
     seed=st.integers(0, 10**6),
     steps=st.integers(1, 15),
     sigma=st.sampled_from([0.5, 2.0]),
+    filtered=st.sampled_from([0.0, 0.4]),
 )
-def test_window_never_drops_and_keeps_its_bound(p, window, spare, seed, steps, sigma):
+def test_window_never_drops_and_keeps_its_bound(p, window, spare, seed, steps, sigma, filtered):
     bound = -(-(window - 1) // p) + spare
     config = BufferConfig(groups_per_step=p, max_staleness=bound, order="window", window=window)
-    run = Run(config, seed=seed, steps=steps, sigma=sigma).go()
-    assert run.book.counts()["dropped"] == 0
+    run = Run(config, seed=seed, steps=steps, sigma=sigma, filtered=filtered).go()
+    counts = run.book.counts()
+    assert counts["dropped"] == counts["dropped_filtered"] == len(run.gone)
+    assert all(len(taken.groups) == p for taken in run.takes)
     assert max(step - g.oldest.min() for step, g in run.trained) <= bound
 
 
 @settings(max_examples=100, deadline=None)
-@given(p=st.integers(1, 5), bound=st.integers(0, 4), seed=st.integers(0, 10**6), steps=st.integers(1, 15))
-def test_fifo_is_exact(p, bound, seed, steps):
+@given(
+    p=st.integers(1, 5),
+    bound=st.integers(0, 4),
+    seed=st.integers(0, 10**6),
+    steps=st.integers(1, 15),
+    filtered=st.sampled_from([0.0, 0.4]),
+)
+def test_fifo_is_exact(p, bound, seed, steps, filtered):
     config = BufferConfig(groups_per_step=p, max_staleness=bound, order="fifo")
-    run = Run(config, seed=seed, steps=steps, sigma=2.0).go()
-    assert [g.ticket for _, g in run.trained] == list(range(p * steps))
-    assert run.book.counts()["dropped"] == 0
+    run = Run(config, seed=seed, steps=steps, sigma=2.0, filtered=filtered).go()
+    left = (ticket for ticket in itertools.count() if ticket not in run.gone)
+    assert [g.ticket for _, g in run.trained] == list(itertools.islice(left, p * steps))
+    assert run.book.counts()["dropped"] == len(run.gone)
 
 
 @settings(max_examples=60, deadline=None)
@@ -587,6 +773,8 @@ class Live(Run):
         chance = random.Random(f"{lease.ticket}")
         if self.rng.random() < self.fail:
             self.book.failed(lease.ticket, lease.attempt, "chance")
+            return
+        if self.filter(lease, chance, judged=(chance.random(), chance.random())):
             return
         rewards = chance.choice([(0.0, 1.0), (1.0, 1.0), (1.0, 0.0)])
         born = self.begun[lease.ticket, lease.attempt]
@@ -657,10 +845,11 @@ class Live(Run):
     more=st.sampled_from([0, 1000]),
     fail=st.sampled_from([0.0, 0.2]),
     late=st.sampled_from([0.0, 1.5]),
+    filtered=st.sampled_from([0.0, 0.3]),
 )
-def test_a_killed_lineage_ends_each_ticket_once(config, seed, save, steps, more, fail, late):
+def test_a_killed_lineage_ends_each_ticket_once(config, seed, save, steps, more, fail, late, filtered):
     """The run before the snapshot and the one after it, with more steps or the same."""
-    data = {"rows": 13, "epochs": 2}
+    data = {"rows": 13, "epochs": 2, "filtered": filtered}
     first = Live(config, seed=seed, steps=steps, fail=fail, wait=2, **data)
     books = first.live(late, save)
     if books is None:
@@ -671,6 +860,8 @@ def test_a_killed_lineage_ends_each_ticket_once(config, seed, save, steps, more,
     counts = then.book.counts()
     assert counts["open"] == 0 and counts["issued"] == counts["trained"] + counts["dropped"]
     assert counts["trained"] == len(set(trained))
+    assert not (first.gone | then.gone) & set(trained)
+    assert len(then.gone) <= counts["dropped_filtered"] <= len(first.gone | then.gone)
     assert max(map(trained.count, trained), default=0) <= config.reuse
     assert [step for step, _ in then.trained] == sorted(step for step, _ in then.trained)
     assert all(taken.step >= save for taken in then.takes)
@@ -686,12 +877,14 @@ def test_a_killed_lineage_ends_each_ticket_once(config, seed, save, steps, more,
     save=st.integers(1, 7),
     late=st.sampled_from([0.0, 1.5]),
     reuse=st.integers(1, 2),
+    filtered=st.sampled_from([0.0, 0.4]),
 )
-def test_a_synchronous_run_takes_the_same_batches_after_a_resume(p, order, seed, save, late, reuse):
+def test_a_synchronous_run_takes_the_same_batches_after_a_resume(p, order, seed, save, late, reuse, filtered):
+    """Groups end in another order then, which must leave no trace: not in the last bit of a mean."""
     config = BufferConfig(groups_per_step=p, max_staleness=0, order=order, reuse=reuse)
-    first = Live(config, seed=seed, steps=8)
+    first = Live(config, seed=seed, steps=8, filtered=filtered)
     books = first.live(late, save)
-    then = Live(config, seed=seed + 1, steps=8).resume(books)
+    then = Live(config, seed=seed + 1, steps=8, filtered=filtered).resume(books)
     then.live(late)
 
     def seen(takes):

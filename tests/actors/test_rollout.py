@@ -70,6 +70,7 @@ class Buffer:
         self.replies, self.metas, self.failures, self.given_up = list(replies), [], [], []
         self.reasons = []
         self.stale = Endpoint(self._stale)
+        self.filtered, self.filtered_groups = Endpoint(self._filtered), []
         self.lease, self.put, self.failed = Endpoint(self._lease), Endpoint(self._put), Endpoint(self._failed)
         self.changed = asyncio.Event()
 
@@ -81,6 +82,11 @@ class Buffer:
 
     async def _put(self, meta, failure=""):
         self.metas.append(meta)
+        self.changed.set()
+
+    async def _filtered(self, group, failure=""):
+        self.filtered_groups.append(group)
+        self.reasons.append(failure)
         self.changed.set()
 
     async def _stale(self, ticket, attempt, oldest, actions):
@@ -146,9 +152,8 @@ def worker(model, task, buffer, replicas, group_size=2, **play) -> RolloutWorker
             task=task,
             model=str(model),
             group_size=group_size,
-            seed=5,
             folder=str(model),
-            **{"sampling": Sampling(max_tokens=4), "timeout": 30.0, "most": 8, **play},
+            **{"seed": 5, "sampling": Sampling(max_tokens=4), "timeout": 30.0, "most": 8, **play},
         ),
         buffer,
         replicas,

@@ -47,7 +47,7 @@ def test_a_call_costs_and_a_right_answer_after_it_pays():
     assert (call.reward, call.observation) == (-0.05, "[1972]")
     assert call.parts == {"right": 0.0, "calls": 1.0, "malformed": 0.0}
     assert (answer.reward, answer.observation) == (1.0, None)
-    assert answer.parts == {"right": 1.0, "calls": 0.0, "malformed": 0.0}
+    assert answer.parts == {"right": 1.0, "calls": 0.0, "malformed": 0.0, "penalty": 0.0}
 
 
 @pytest.mark.parametrize(
@@ -81,6 +81,22 @@ def test_one_call_too_many_ends_the_episode():
     assert [o.reward for o in outcomes] == [-0.05] * 3
 
 
+@pytest.mark.parametrize(
+    ("actions", "penalty"),
+    [
+        ([";1972"], 0.5),  # no call
+        (["?34*", ";1972"], 1.0),
+        (["?34*", "?34*58", ";1972"], 0.5),
+        (["?34*", "?34*58", "?34*58"], 1 / 3),  # ended by one call too many
+    ],
+)
+def test_the_penalty_is_the_share_of_malformed_calls_and_comes_once(actions, penalty):
+    outcomes = episode(*actions)
+    assert ["penalty" in o.parts for o in outcomes] == [False] * (len(actions) - 1) + [True]
+    assert outcomes[-1].parts["penalty"] == penalty
+    assert episode("?34*", finish="length")[0].parts["penalty"] == 0.5  # a cut action is no call
+
+
 def test_only_actions_are_trained_and_rewards_stand_at_their_turns(tmp_path):
     shutil.copytree(Calculator.checkpoint, tmp_path, dirs_exist_ok=True)
     tokenizer = Tokenizer.load(str(tmp_path))
@@ -103,7 +119,8 @@ def test_only_actions_are_trained_and_rewards_stand_at_their_turns(tmp_path):
             ("observation", 0.0),
             ("action", 1.0),
         ]
-        assert rollout.reward == pytest.approx(0.95) and rollout.parts == {"right": 1, "calls": 1, "malformed": 0}
+        assert rollout.reward == pytest.approx(0.95)
+        assert rollout.parts == {"right": 1, "calls": 1, "malformed": 0, "penalty": 0}
     assert buffer.metas[0].parts["calls"].tolist() == [1.0, 1.0]
 
 
