@@ -88,8 +88,8 @@ def policy_metrics(sums: dict[str, Tensor]) -> dict[str, float]:
 
 
 def spread(taken: Taken, advantage: Sequence[np.ndarray]) -> dict[str, float]:
-    """How old the rollouts of a step are and how many versions they span, oldest token to newest: all of them, and
-    those with positive and with negative advantage. nan where there is none."""
+    """How many versions the rollouts of a step span, oldest token to newest: all of them, and those with positive and
+    with negative advantage, and the mean age of these by their oldest token. nan where there is none."""
     oldest, newest, gains = (
         np.concatenate(columns) if columns else np.zeros(0)
         for columns in ([g.oldest for g in taken.groups], [g.newest for g in taken.groups], advantage)
@@ -98,8 +98,9 @@ def spread(taken: Taken, advantage: Sequence[np.ndarray]) -> dict[str, float]:
     for name, chosen in (("", oldest >= 0), ("_positive", gains > 0), ("_negative", gains < 0)):
         chosen = chosen & (oldest >= 0)
         some = chosen.any()
-        out[f"staleness/age{name}"] = float((taken.step - oldest[chosen]).mean()) if some else math.nan
         out[f"staleness/spread{name}"] = float(newest[chosen].max() - oldest[chosen].min()) if some else math.nan
+        if name:
+            out[f"staleness/age{name}"] = float((taken.step - oldest[chosen]).mean()) if some else math.nan
     return out
 
 

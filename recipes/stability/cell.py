@@ -111,7 +111,7 @@ class Lab:
         for lease, row, prompt, group in zip(leases, rows, prompts, ids, strict=True):
             rollouts = tuple(self._judged(row, prompt, done[id]) for id in group)
             drawn = Group(ticket=lease.ticket, attempt=lease.attempt, row=lease.row, rollouts=rollouts)
-            metas.append(meta_of(drawn, payload.write(drawn, folder), 0))
+            metas.append(meta_of(drawn, payload.write(drawn, folder), 0, rollouts))
         return metas
 
     def _judged(self, row: dict[str, str], prompt: Any, completion: Completion) -> Rollout:
