@@ -19,7 +19,7 @@ from recipes.tasks.addition import Addition
 
 TASK = Addition()
 SAMPLING = Sampling(max_tokens=TASK.max_tokens)
-GROUPS, MEMBERS, UPDATES = 12, 8, 4
+GROUPS, MEMBERS, UPDATES = 10, 8, 4
 WINDOW, LAST = 5, 10
 """Steps of a smoothed point, and steps at the end that are averaged."""
 
