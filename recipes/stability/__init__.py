@@ -120,10 +120,10 @@ def collapse(rewards: Sequence[float]) -> int | None:
 
 
 def figures(curves: Curves) -> dict[str, float | int | None]:
-    """A cell in numbers. An objective without importance weights has no effective sample size."""
+    """A cell in numbers."""
 
     def column(name: str) -> list[float]:
-        return [row[name] for row in curves.steps if name in row]
+        return [row[name] for row in curves.steps]
 
     masked, kl, ess = (column(f"policy/{name}") for name in ("masked", "lag_kl", "ess"))
     return {
@@ -132,8 +132,8 @@ def figures(curves: Curves) -> dict[str, float | int | None]:
         "collapse": collapse(curves.rewards),
         "masked_last": statistics.fmean(masked[-LAST:]),
         "masked_peak": max(means(masked)),
-        "ess_last": statistics.fmean(ess[-LAST:]) if ess else None,
-        "ess_lowest": min(means(ess)) if ess else None,
+        "ess_last": statistics.fmean(ess[-LAST:]),
+        "ess_lowest": min(means(ess)),
         "lag_kl_last": statistics.fmean(kl[-LAST:]),
         "lag_kl_peak": max(means(kl)),
         "staleness": statistics.fmean(column("staleness/mean")),

@@ -212,7 +212,7 @@ def show(records: Sequence[Record]) -> None:
 
 
 def _median(records: Sequence[Record], column: str, how: str) -> str:
-    """Empty where the objective, or the way it ran, has no such value."""
+    """Empty where the way it ran has no such value."""
     values = [record[column] for record in records if record[column] is not None]
     return format(statistics.median(values), how) if values else ""
 

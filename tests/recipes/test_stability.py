@@ -132,8 +132,6 @@ def test_figures_of_a_curve_by_hand() -> None:
         "staleness": 2.0,
     }
     assert found == pytest.approx(wanted)
-    bare = [{name: value for name, value in row.items() if name != "policy/ess"} for row in steps]
-    assert figures(Curves([0.0] * 13, bare))["ess_last"] is None
     assert means([1.0, 3.0]) == [2.0]
 
 
