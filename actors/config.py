@@ -83,7 +83,7 @@ class VllmEngine:
     max_length: int = 256
     """Most tokens of one request: prompt and completion."""
     dtype: Dtype = "float32"
-    """Type of weights and activations while generating: float32 is the only one that is checked, others are refused."""
+    """Type of weights and activations while generating; float32 only."""
     kv_gib: float = 1.0
     """GiB of the KV cache. Requests that do not fit are put off and computed again."""
     eager: bool = True

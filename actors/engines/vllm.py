@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from actors.types import Completion, Finish, Request, RequestId
 from actors.weights import Box
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
 VERSION = "0.32.0"
 """Of vLLM, whose inner names this file uses."""
@@ -246,11 +247,10 @@ def _finish(running: _Running, output: Any) -> Finish:
 
 def _start(config: VllmEngine, folder: str, device: str) -> Any:
     """vLLM's engine in this process and thread, without tokenizer, statistics and look-ups in the network."""
-    os.environ.update(
-        VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_NO_USAGE_STATS="1"
-    )
+    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_NO_USAGE_STATS="1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would win over the setting
+    import torch
     import vllm
     from vllm.platforms import current_platform
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -258,11 +258,13 @@ def _start(config: VllmEngine, folder: str, device: str) -> Any:
     if vllm.__version__.partition("+")[0] != VERSION:
         raise RuntimeError(f"vllm {vllm.__version__} is installed, the vllm engine is written for {VERSION}")
     if current_platform.device_type != device:
-        raise ValueError(f"the installed vLLM is built for {current_platform.device_type}, the generator is on {device}")
+        raise ValueError(f"vLLM is installed for {current_platform.device_type}, and the generator is on {device}")
     if device == "cpu":
         if not config.eager:
             raise ValueError("--generator.engine.no-eager needs a GPU: on CPU compiled code keeps the first weights")
         _keep_weights_live()
+        # Else the first draw compiles one small function of the sampler: seconds, and a C++ compiler is needed.
+        torch._dynamo.config.disable = True
     settings = vllm.EngineArgs(
         model=folder,
         dtype=config.dtype,
@@ -279,12 +281,16 @@ def _start(config: VllmEngine, folder: str, device: str) -> Any:
         generation_config="vllm",
         skip_tokenizer_init=True,
         disable_log_stats=True,
+        use_tqdm_on_load=False,
         trust_remote_code=False,
         seed=0,
     ).create_engine_config()
     if settings.model_config.is_moe:
         raise ValueError(f"{folder!r} is a mixture of experts, which the vllm engine does not serve: use native")
-    engine = LLMEngine.from_vllm_config(settings, disable_log_stats=True)
+    with warnings.catch_warnings():
+        # It looks through the modules of other libraries, deprecated names too.
+        warnings.simplefilter("ignore", FutureWarning)
+        engine = LLMEngine.from_vllm_config(settings, disable_log_stats=True)
     (packed,) = engine.apply_model(lambda model: [name for name, p in model.named_parameters() if not p.numel()])
     if packed:
         raise RuntimeError(f"vLLM {VERSION} has packed away the weight {packed[0]}: it could not be changed")
@@ -309,7 +315,7 @@ def _keep_weights_live() -> None:
     utils.dispatch_cpu_unquantized_gemm = multiply
 
 
-def _copy(model: nn.Module, weights: list[tuple[str, Tensor]]) -> list[str]:
+def _copy(model: Any, weights: list[tuple[str, Tensor]]) -> list[str]:
     """Copy tensors by Hugging Face names into vLLM's, fused ones too; its parameters that none of them filled."""
     taken = model.load_weights(weights)
     return [name for name, _ in model.named_parameters() if name not in taken]
