@@ -93,7 +93,6 @@ class Vllm:
         self.engine = _start(config, folder, device)
         self.vocabulary: int = self.engine.model_config.get_vocab_size()
         check_ends(self.tokenizer.eos_ids, self.vocabulary, folder)
-        self.engine.set_weight_version("0")
         self.queue: deque[Request] = deque()
         """Added, and not yet given to vLLM."""
         self.running: dict[str, _Running] = {}
@@ -138,11 +137,12 @@ class Vllm:
             self._admit(self.queue.popleft())
         if not self.running:
             return []
+        self.engine.set_weight_version(str(self.version))
         ended: dict[str, Finish] = {}
         for output in self.engine.step():
             name, drawn = output.request_id, output.outputs[0]
             running = self.running[name]
-            running.take(drawn, int(self.engine.get_weight_version()))
+            running.take(drawn, self.version)
             if not math.isfinite(drawn.cumulative_logprob):
                 raise FloatingPointError(
                     f"logits of request {tuple(running.request.id)} at version {self.version} are not finite"
@@ -184,7 +184,6 @@ class Vllm:
         if left:
             raise RuntimeError(f"vLLM took version {version} without {left[0]}: it would mix two versions")
         self.version = version
-        self.engine.set_weight_version(str(version))
         unbegun = [name for name, running in self.running.items() if not running.made]
         self.engine.abort_request(unbegun)
         self.queue.extendleft(self.running.pop(name).request for name in reversed(unbegun))
@@ -222,6 +221,7 @@ class Vllm:
                 logprobs=0,
                 flat_logprobs=True,
                 detokenize=False,
+                skip_clone=True,
             ),
         )
         self.running[name] = _Running(request)

@@ -143,7 +143,7 @@ def test_greedy_is_the_argmax_with_logprobs_at_temperature_1(rig):
 
 
 def test_first_tokens_follow_the_model_over_many_seeds(rig):
-    n = 1500
+    n = 3000
     requests = [request(t, [5, 9, 20], max_tokens=1, temperature=0.8) for t in range(n)]
     out = run(rig.engine, requests)
     counts = np.bincount([c.tokens[0] for c in out.values()], minlength=64)
@@ -227,6 +227,13 @@ def test_every_tensor_that_is_wanted_arrives(rig):
         assert gap(rig.model, r, run(rig.engine, [r])[r.id]).max() <= CLOSE, f"{name} did not arrive"
 
 
+def test_the_first_weights_can_have_any_version(rig):
+    """A run that goes on from a checkpoint counts on from there."""
+    rig.engine.version = 41
+    r = request(0, [5, 6], min_version=41)
+    assert set(run(rig.engine, [r])[r.id].versions.tolist()) == {41}
+
+
 def test_wanted_names_every_parameter_once(rig):
     wanted = rig.engine.wanted()
     assert wanted == {n: Box((0,) * p.ndim, tuple(p.shape)) for n, p in rig.model.named_parameters()}
@@ -249,23 +256,27 @@ def test_a_bad_load_changes_nothing(rig, fault):
 
 
 def test_a_prompt_is_not_reused_across_versions(rig):
-    """A prompt longer than a block of the cache: finished, running or waiting when the weights change."""
-    prompt = np.random.default_rng(0).integers(3, 50, 140)
-    work = [request(t, prompt, max_tokens=m) for t, m in enumerate([1, 40, *[20] * 12])]
-    early, crossing, waiting = work[0], work[1], work[2:]
-    run(rig.engine, [early])
+    """A prompt longer than a block of the cache, when the weights change: finished, running, put off for want of room,
+    waiting for a slot, not yet asked for."""
+    generator = np.random.default_rng(0)
+    prompt, *others = (generator.integers(3, 50, 140) for _ in range(5))
+    run(rig.engine, [request(0, prompt, max_tokens=1)])
+    crossing = request(1, prompt, max_tokens=40)
     rig.engine.add(crossing)
-    for _ in range(3):
-        rig.engine.step()
-    for r in waiting:
+    rig.engine.step()
+    # Two blocks each: with the four others, vLLM's cache is full before its last three slots are.
+    work = [request(2 + i, p) for i, p in enumerate([*others, *[prompt] * 6])]
+    for r in work:
         rig.engine.add(r)
+    rig.engine.step()
     rig.swap(1)
     late = request(90, prompt)
     rig.engine.add(late)
     out = drain(rig.engine)
     assert set(out[crossing.id].versions.tolist()) == {0, 1}
-    for r in [*waiting, late]:
-        assert set(out[r.id].versions.tolist()) == {1}
+    begun_later = [r for r in [*work, late] if out[r.id].versions[0] == 1]
+    assert len(begun_later) >= 4
+    for r in begun_later:
         assert gap(rig.model, r, out[r.id]).max() <= CLOSE
 
 
@@ -276,7 +287,7 @@ def test_stop_strings_end_where_they_are_completed(rig):
     stopped = 0
     for r in requests:
         text = decode(whole[r.id].tokens)
-        if len(text) < 6:
+        if len(text) < 6 or stopped == 6:
             continue
         stops = (text[4:6], "never produced, for its length is beyond")
         tokens = whole[r.id].tokens
@@ -290,7 +301,7 @@ def test_stop_strings_end_where_they_are_completed(rig):
             assert c.tokens.tolist() == tokens[:end].tolist() and c.finish == "stop"
         assert out[bystander.id].tokens.tolist() == tokens.tolist()
         stopped += 1
-    assert stopped >= 6
+    assert stopped == 6
 
 
 def test_abort_returns_the_partial_and_leaves_the_others_alone(rig):
