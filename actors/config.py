@@ -98,6 +98,33 @@ class NativeEngine:
 
 
 @dataclass(frozen=True, kw_only=True)
+class VllmEngine:
+    """vLLM in the generator's own process: one device per replica, dense models, tokens in and out."""
+
+    slots: int = 256
+    """Requests decoded together by one replica."""
+    max_length: int = 256
+    """Most tokens of one request: prompt and completion."""
+    dtype: Dtype = "float32"
+    """Type of weights and activations while generating; float32 only."""
+    kv_gib: float = 1.0
+    """GiB of the KV cache. Requests that do not fit are put off and computed again."""
+    eager: bool = True
+    """Neither compile nor capture CUDA graphs: a quick start. On CPU the only way, for compiled code keeps the weights
+    that it was compiled with."""
+
+    def __post_init__(self) -> None:
+        require("generator.engine", 1, slots=self.slots)
+        require("generator.engine", 2, max_length=self.max_length)
+        require("generator.engine", 1e-3, kv_gib=self.kv_gib)
+        if self.dtype != "float32":
+            raise ValueError(
+                f"generator.engine.dtype {self.dtype} is not offered by the vllm engine: use float32, or "
+                "generator.engine:native"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class SimulatedEngine:
     """No model: a forward over b running requests takes base + per_request * b seconds."""
 
@@ -127,13 +154,17 @@ class GeneratorConfig:
     """Ranks of one replica; rank 0 leads."""
     threads: int = 1
     """CPU threads per rank."""
-    engine: Annotated[NativeEngine, subcommand("native")] | Annotated[SimulatedEngine, subcommand("simulated")] = (
-        field(default_factory=NativeEngine)
-    )
+    engine: (
+        Annotated[NativeEngine, subcommand("native")]
+        | Annotated[VllmEngine, subcommand("vllm")]
+        | Annotated[SimulatedEngine, subcommand("simulated")]
+    ) = field(default_factory=NativeEngine)
     """What decodes."""
 
     def __post_init__(self) -> None:
         require("generator", 1, replicas=self.replicas, tp=self.tp, threads=self.threads)
+        if self.tp > 1 and isinstance(self.engine, VllmEngine):
+            raise ValueError(f"generator.tp must be 1 with generator.engine:vllm, not {self.tp}: use more replicas")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -343,4 +374,5 @@ __all__ = [
     "SimulatedEngine",
     "SyncConfig",
     "TrainerConfig",
+    "VllmEngine",
 ]

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from monarch.actor import Actor, concurrent_endpoint, current_rank
 
-from actors.config import GeneratorConfig, NativeEngine
-from actors.engines.base import Engine
+from actors.config import GeneratorConfig, NativeEngine, VllmEngine
+from actors.engines.base import EMPTY, Engine
 from actors.timeline import Span, Spans
 from actors.types import Completion, CompletionBatch, Request, RequestBatch, RequestId
 
@@ -53,14 +53,13 @@ def build_engine(config: GeneratorConfig, model: str, group_size: int, device: s
         from actors.engines.native import Native
 
         return Native(config.engine, model, replicas=config.replicas, group_size=group_size, device=device)
+    if isinstance(config.engine, VllmEngine):
+        from actors.engines.vllm import Vllm
+
+        return Vllm(config.engine, model, device=device)
     from actors.engines.simulated import Simulated
 
     return Simulated(config.engine)
-
-
-EMPTY = Completion(
-    tokens=np.zeros(0, np.int32), logprobs=np.zeros(0, np.float32), versions=np.zeros(0, np.int32), finish="abort"
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from actors.config import Dtype
@@ -53,6 +54,22 @@ def load_model(folder: str, dtype: Dtype, attention: str = "sdpa") -> nn.Module:
         )
     model.eval()
     return model
+
+
+def parameter_shapes(folder: str) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the parameters that `load_model` would give, without weights; one that is tied to another
+    goes under the first name only.
+
+    Raises:
+        ValueError: the folder's config.json cannot be used.
+    """
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(config)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"cannot read the model's config.json in {folder!r}: {error}") from error
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
 def register_attention(name: str, attention: Attention) -> None:

@@ -20,10 +20,10 @@ from rich.table import Table
 
 from actors import Sampling, command_line
 from actors.checkpoint import MODEL, Checkpoints
+from actors.checks import check_engine, check_model, check_task, context_of, held_out, resolve_sampling
 from actors.config import GeneratorConfig, RolloutConfig, TrainerConfig
 from actors.evaluation import evaluate, figures
 from actors.generator import Generator
-from actors.launcher import check_model, check_task, context_of, held_out, resolve_sampling
 from actors.mesh import Meshes
 from actors.output import default_folder
 from actors.placement import plan
@@ -74,6 +74,7 @@ async def run(config: Config) -> dict[str, Any]:
     model, sampling = of_task(config.task, config.model, config.sampling)
     sampling = resolve_sampling(sampling, config.generator)
     check_model(model, sampling)
+    check_engine(config.generator)
     assert model is not None
     check_task(config.task, model, sampling, config.generator)
     rows, output = min(config.rows, held_out(config.task)), config.output_dir or default_folder("evaluate")

@@ -33,6 +33,7 @@ from actors.config import (
     SimulatedEngine,
     SyncConfig,
     TrainerConfig,
+    VllmEngine,
 )
 from actors.metrics import SHOWN
 from actors.output import write_whole
@@ -47,7 +48,7 @@ ASSETS = Path(__file__).parent / "assets" / "report"
 SCRIPTS = ("base.js", "charts.js", "timeline.js", "rollouts.js", "main.js")
 SETTINGS = (
     *(RunConfig, BufferConfig, EvalConfig, GeneratorConfig, HfBackend, LogConfig, NativeEngine, RolloutConfig),
-    *(Sampling, SaveConfig, SimulatedEngine, SyncConfig, TrainerConfig, Corrections, KLPenalty),
+    *(Sampling, SaveConfig, SimulatedEngine, SyncConfig, TrainerConfig, VllmEngine, Corrections, KLPenalty),
     *(*get_args(Tasks), *get_args(Losses)),
 )
 """Classes whose defaults are known."""

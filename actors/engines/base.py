@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from actors.types import Completion
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from actors.types import Completion, Request, RequestId
+    from actors.tokenizer import Tokenizer
+    from actors.types import Request, RequestId
     from actors.weights import Box
+
+EMPTY = Completion(
+    tokens=np.zeros(0, np.int32), logprobs=np.zeros(0, np.float32), versions=np.zeros(0, np.int32), finish="abort"
+)
+"""Of a request that was stopped before its first token."""
 
 
 class Engine(Protocol):
@@ -78,3 +88,56 @@ def check(request: Request, version: int) -> None:
         raise ValueError(f"{name} asks for {request.sampling.max_tokens} tokens: give sampling.max_tokens")
     if request.min_version > version:
         raise ValueError(f"{name} wants version {request.min_version}, the engine holds {version}: load it first")
+
+
+def check_room(request: Request, vocabulary: int, max_length: int) -> None:
+    """What an engine with a model refuses besides.
+
+    Raises:
+        ValueError: a prompt token that the model lacks, or prompt + max_tokens beyond `max_length`.
+    """
+    name = f"request {tuple(request.id)}"
+    if not 0 <= request.prompt.min() <= request.prompt.max() < vocabulary:
+        raise ValueError(f"{name} has a prompt token that is not among the model's {vocabulary}")
+    length, new = len(request.prompt), request.sampling.max_tokens
+    if length + new > max_length:
+        raise ValueError(
+            f"{name}: prompt of {length} + max_tokens {new} exceeds the slots' {max_length} tokens: raise "
+            "--generator.engine.max-length or ask for fewer"
+        )
+
+
+def check_ends(ends: Collection[int], vocabulary: int, folder: str) -> None:
+    """Raises ValueError if the folder's end tokens are not among its model's."""
+    if unknown := [id for id in ends if not 0 <= id < vocabulary]:
+        raise ValueError(
+            f"the end tokens {unknown} of {folder!r} are not among its model's {vocabulary}: "
+            "correct eos_token_id in its generation_config.json or config.json"
+        )
+
+
+def check_weights(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], version: int) -> None:
+    """What an engine refuses to load, before it changes anything.
+
+    Raises:
+        ValueError: a tensor of the model is missing or has another shape.
+    """
+    for name, shape in shapes.items():
+        if name not in tensors:
+            raise ValueError(f"version {version} lacks {name}: no weight was changed")
+        if tuple(tensors[name].shape) != shape:
+            raise ValueError(
+                f"version {version} has {name} of shape {tuple(tensors[name].shape)}, the model {shape}: no weight "
+                "was changed"
+            )
+
+
+def hits_stop(tokenizer: Tokenizer, tokens: Sequence[int] | np.ndarray, stop: tuple[str, ...]) -> bool:
+    """Whether the last of a completion's tokens completed a stop string.
+
+    A token is taken to hold at least a byte of text, but for a few special ones, so the string lies in as many tokens
+    as it has bytes and a few.
+    """
+    reach = max(len(s.encode()) for s in stop) + 8
+    text = tokenizer.decode(np.asarray(tokens[-reach:]))
+    return any(s in text for s in stop)

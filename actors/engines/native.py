@@ -17,7 +17,7 @@ from torch import Tensor
 
 from actors import pretrained
 from actors.config import NativeEngine
-from actors.engines.base import check
+from actors.engines.base import EMPTY, check, check_ends, check_room, check_weights, hits_stop
 from actors.engines.sampling import draw, uniforms
 from actors.engines.slots import Decode, Prefill, Probe, Slots, attention
 from actors.tokenizer import Tokenizer
@@ -72,11 +72,7 @@ class Native:
             dtype=logits.dtype,
             device=self.device,
         )
-        if unknown := [id for id in self.tokenizer.eos_ids if not 0 <= id < logits.shape[-1]]:
-            raise ValueError(
-                f"the end tokens {unknown} of {folder!r} are not among its model's {logits.shape[-1]}: "
-                "correct eos_token_id in its generation_config.json or config.json"
-            )
+        check_ends(self.tokenizer.eos_ids, logits.shape[-1], folder)
         self.ends = np.zeros(logits.shape[-1], bool)
         self.ends[list(self.tokenizer.eos_ids)] = True
         self.classes = np.ceil(np.log2(np.maximum(np.arange(config.max_length + 2), _SHORTEST_CLASS))).astype(np.int8)
@@ -99,15 +95,7 @@ class Native:
                 `max_length`, or weights older than `min_version`.
         """
         check(request, self.version)
-        known = len(self.ends)
-        if not 0 <= request.prompt.min() <= request.prompt.max() < known:
-            raise ValueError(f"request {tuple(request.id)} has a prompt token that is not among the model's {known}")
-        length, new = len(request.prompt), request.sampling.max_tokens
-        if length + new > self.config.max_length:
-            raise ValueError(
-                f"request {tuple(request.id)}: prompt of {length} + max_tokens {new} exceeds the slots' "
-                f"{self.config.max_length} tokens: raise --generator.engine.max-length or ask for fewer"
-            )
+        check_room(request, len(self.ends), self.config.max_length)
         self.queue.append(request)
 
     @torch.inference_mode()
@@ -129,12 +117,10 @@ class Native:
         unwanted = set(ids)
         waiting = [r for r in self.queue if r.id in unwanted]
         self.queue = deque(r for r in self.queue if r.id not in unwanted)
-        nothing = np.zeros(0, np.int32)
-        empty = Completion(tokens=nothing, logprobs=np.zeros(0, np.float32), versions=nothing, finish="abort")
         finishes: dict[int, Finish] = {
             row: "abort" for row in np.flatnonzero(self.rows["running"]) if self.requests[row].id in unwanted
         }
-        return [(r.id, empty) for r in waiting] + self._leave(finishes)
+        return [(r.id, EMPTY) for r in waiting] + self._leave(finishes)
 
     def wanted(self) -> dict[str, Box]:
         """All of every parameter; one that is tied to another goes under the first name only."""
@@ -148,14 +134,7 @@ class Native:
             ValueError: a tensor is missing or has another shape; nothing was copied then.
         """
         parameters = dict(self.model.named_parameters())
-        for name, parameter in parameters.items():
-            if name not in tensors:
-                raise ValueError(f"version {version} lacks {name}: no weight was changed")
-            if tensors[name].shape != parameter.shape:
-                raise ValueError(
-                    f"version {version} has {name} of shape {tuple(tensors[name].shape)}, the model "
-                    f"{tuple(parameter.shape)}: no weight was changed"
-                )
+        check_weights(tensors, {name: tuple(p.shape) for name, p in parameters.items()}, version)
         for name, parameter in parameters.items():
             parameter.copy_(tensors[name])
         self.version = version
@@ -269,7 +248,8 @@ class Native:
         made += running
         stopped = running & self.ends[tokens]
         for row in np.flatnonzero(running & rows["stops"] & ~stopped):
-            stopped[row] = self._hits_stop(row)
+            text, stop = rows["tokens"][row, : made[row]], self.requests[row].sampling.stop
+            stopped[row] = hits_stop(self.tokenizer, text, stop)
         full = running & ~stopped & (made >= rows["budget"])
         ended: dict[int, Finish] = dict.fromkeys(np.flatnonzero(stopped).tolist(), "stop")
         return ended | dict.fromkeys(np.flatnonzero(full).tolist(), "length")
@@ -284,14 +264,6 @@ class Native:
             assert tokens[row] in own, f"request {tuple(self.requests[row].id)} drew a token that truncation left out"
             whole = len(own) == len(self.ends)
             self.kept[self.requests[row].id].append(own[:0].copy() if whole else own.copy())
-
-    def _hits_stop(self, row: int) -> bool:
-        """Whether the last token completed a stop string. A token is taken to hold at least a byte of text, but for a
-        few special ones, so the string lies in as many tokens as it has bytes and a few."""
-        stop, made = self.requests[row].sampling.stop, self.rows["made"][row]
-        reach = max(len(s.encode()) for s in stop) + 8
-        text = self.tokenizer.decode(self.rows["tokens"][row, max(0, made - reach) : made])
-        return any(s in text for s in stop)
 
     def _leave(self, finishes: Mapping[int, Finish]) -> list[tuple[RequestId, Completion]]:
         """Take these rows out and close the gaps."""

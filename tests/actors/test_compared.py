@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM
 
 from actors.backends.hf import HfModel
 from actors.batching import Sizes, plan
+from actors.checks import check_objective
 from actors.config import BufferConfig, RunConfig, TrainerConfig
-from actors.launcher import check_objective
 from actors.saving import Saver, load, load_memory
 from actors.training import Training
 from actors.types import Rollout

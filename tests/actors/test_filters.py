@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors import payload
+from actors.checks import check, resolve
 from actors.config import BufferConfig, FilterConfig, GeneratorConfig, NativeEngine, RunConfig, SimulatedEngine
 from actors.environment import SingleTurn
 from actors.filters import survivors
-from actors.launcher import check, resolve
 from actors.rollout import RolloutWorker
 from actors.types import Rollout, Sampling, Turn
 from losses import group_norm
