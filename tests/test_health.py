@@ -47,7 +47,11 @@ def test_imports_point_one_way(package):
             assert not others, f"{path} imports {others}"
 
 
-HOMES = {"transformers": "actors/pretrained.py", "torchstore": "actors/transports/torchstore.py"}
+HOMES = {
+    "transformers": "actors/pretrained.py",
+    "torchstore": "actors/transports/torchstore.py",
+    "vllm": "actors/engines/vllm.py",
+}
 
 
 @pytest.mark.parametrize("library", HOMES)

@@ -15,6 +15,7 @@ from actors.config import (
     SimulatedEngine,
     SyncConfig,
     TrainerConfig,
+    VllmEngine,
 )
 from actors.types import require
 
@@ -37,6 +38,7 @@ REFUSED = {
         },
     ),
     NativeEngine: ("generator.engine", {"slots": (0,), "max_length": (1,)}),
+    VllmEngine: ("generator.engine", {"slots": (0,), "max_length": (1,), "kv_gib": (0, math.nan, math.inf)}),
     SimulatedEngine: (
         "generator.engine",
         {"slots": (0,), "base": (-1, math.nan), "per_request": (-1,), "median_length": (0,), "sigma": (-1,)},

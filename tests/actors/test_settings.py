@@ -23,6 +23,7 @@ from actors.config import (
     Sampling,
     SimulatedEngine,
     Tracker,
+    VllmEngine,
 )
 from actors.settings import plain, restore
 
@@ -75,7 +76,8 @@ runs = st.builds(
     rollout=st.builds(RolloutConfig, timeout=st.floats(min_value=1)),
     buffer=st.builds(BufferConfig, depth=st.none() | st.integers(-1, 9), order=st.sampled_from(["oldest", "window"])),
     generator=st.builds(
-        GeneratorConfig, engine=st.builds(NativeEngine) | st.builds(SimulatedEngine, base=st.floats(0, 9))
+        GeneratorConfig,
+        engine=st.builds(NativeEngine) | st.builds(VllmEngine) | st.builds(SimulatedEngine, base=st.floats(0, 9)),
     ),
     log=st.builds(LogConfig, to=st.lists(st.sampled_from(get_args(Tracker)), unique=True).map(tuple)),
 )
@@ -114,7 +116,11 @@ def changed(path: str, value: object) -> dict:
         ("buffer.order", "newest", "buffer.order cannot be 'newest'"),
         ("sampling.stop", "x", "sampling.stop cannot be 'x'"),
         ("sampling.stop", [1], "sampling.stop[0] cannot be 1: expected str"),
-        ("generator.engine.type", "Other", "generator.engine cannot be 'Other': expected NativeEngine or Simulated"),
+        (
+            "generator.engine.type",
+            "Other",
+            "generator.engine cannot be 'Other': expected NativeEngine or Vllm",
+        ),
         ("buffer.type", "Other", "buffer must be of type BufferConfig, not 'Other'"),
         ("buffer", None, "buffer must be of type BufferConfig, not None"),
         ("type", "Other", "the whole must be of type RunConfig, not 'Other'"),
