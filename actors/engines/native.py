@@ -18,7 +18,7 @@ from torch import Tensor
 from actors import pretrained
 from actors.config import NativeEngine
 from actors.engines.base import EMPTY, check, check_ends, check_room, check_weights, hits_stop
-from actors.engines.sampling import draw, uniforms
+from actors.engines.sampling import Drawn, draw, uniforms
 from actors.engines.slots import Decode, Prefill, Probe, Slots, attention
 from actors.tokenizer import Tokenizer
 from actors.types import Completion, Finish, Kept, Request, RequestId
@@ -189,6 +189,7 @@ class Native:
                 ("top_p", sampling.top_p),
                 ("top_k", sampling.top_k),
                 ("stops", bool(sampling.stop)),
+                ("cuts", sampling.cuts),
             ):
                 self.rows[field][row] = value
             joined.append(row)
@@ -243,8 +244,7 @@ class Native:
         rows["logprobs"][where, at] = logprobs[where]
         rows["versions"][where, at] = self.version
         if self.kept:
-            assert drawn.kept is not None
-            self._keep(drawn.kept, tokens, where)
+            self._keep(drawn, np.flatnonzero(running & rows["cuts"]))
         made += running
         stopped = running & self.ends[tokens]
         for row in np.flatnonzero(running & rows["stops"] & ~stopped):
@@ -254,16 +254,17 @@ class Native:
         ended: dict[int, Finish] = dict.fromkeys(np.flatnonzero(stopped).tolist(), "stop")
         return ended | dict.fromkeys(np.flatnonzero(full).tolist(), "length")
 
-    def _keep(self, kept: Tensor, tokens: np.ndarray, running: np.ndarray) -> None:
-        """Note what the `tokens` of running requests that cut were drawn from, `kept` [span, vocabulary]."""
-        where = np.array([row for row in running if self.requests[row].id in self.kept])
-        kept = kept[torch.from_numpy(where).to(self.device)]
-        counts = kept.sum(-1).cpu().numpy()
+    def _keep(self, drawn: Drawn, cut: np.ndarray) -> None:
+        """Note what the tokens of the rows `cut` were drawn from."""
+        assert drawn.kept is not None
+        where = torch.from_numpy(cut).to(self.device)
+        kept = drawn.kept[where]
+        assert kept.gather(1, drawn.tokens[where, None]).all(), "a token was drawn that truncation had left out"
         ids = kept.nonzero()[:, 1].to(torch.int32).cpu().numpy()
-        for row, own in zip(where, np.split(ids, np.cumsum(counts)[:-1]), strict=True):
-            assert tokens[row] in own, f"request {tuple(self.requests[row].id)} drew a token that truncation left out"
-            whole = len(own) == len(self.ends)
-            self.kept[self.requests[row].id].append(own[:0].copy() if whole else own.copy())
+        ends = kept.sum(-1).cumsum(0).tolist()
+        for row, start, end in zip(cut.tolist(), [0, *ends[:-1]], ends, strict=True):
+            whole = end - start == len(self.ends)
+            self.kept[self.requests[row].id].append(ids[start : start if whole else end].copy())
 
     def _leave(self, finishes: Mapping[int, Finish]) -> list[tuple[RequestId, Completion]]:
         """Take these rows out and close the gaps."""
@@ -322,6 +323,7 @@ def _row_type(max_length: int) -> np.dtype:
             ("top_p", np.float64),
             ("running", np.bool_),
             ("stops", np.bool_),
+            ("cuts", np.bool_),
             ("tokens", np.int32, column),
             ("logprobs", np.float32, column),
             ("versions", np.int32, column),
