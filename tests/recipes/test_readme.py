@@ -59,7 +59,7 @@ def test_every_flag_that_the_readme_names_is_one():
         env={"COLUMNS": "200", "PATH": "/usr/bin"},
     ).stdout
     known = set(re.findall(r"--[a-z]+(?:[.-][a-z]+)*", shown))
-    elsewhere = {"--trace", "--no-deps", "--task.price", "--help", "--task.name"}
+    elsewhere = {"--trace", "--no-deps", "--task.price", "--help", "--task.name", "--json", "--through-actors"}
     table = re.findall(r"`([^`]*--[^`]*)`", TEXT)
     named = {flag for code in table for flag in re.findall(r"--[a-z]+(?:[.-][a-z]+)*", code)}
     named |= set(re.findall(r"(?<=\s)--[a-z]+(?:[.-][a-z]+)*", "".join(re.findall(r"```\n(.*?)```", TEXT, re.DOTALL))))
