@@ -20,6 +20,7 @@ class PPOClip(ReadsOld):
 
     PPO (arXiv 1707.06347, eq. 7) with the two bounds of DAPO (arXiv 2503.14476, eq. 8). The ratio is against the
     trainer's own pass at the start of the step when there is one (several updates a step), else against behaviour.
+    `DIS(one_sided=True)` with the same bounds has the gradient of the ratio against behaviour in either case.
     """
 
     clip_low: float = 0.2

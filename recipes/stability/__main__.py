@@ -28,8 +28,7 @@ from pebble import ProcessPool
 from rich.console import Console
 from rich.table import Table
 
-from actors import RunConfig, launch
-from actors.config import GeneratorConfig, LogConfig
+from actors.config import GeneratorConfig, LogConfig, RunConfig
 from actors.output import append_lines, read_lines, write_whole
 from actors.settings import plain
 from actors.shm import RunFolder
@@ -37,6 +36,7 @@ from actors.types import require
 from losses import group_norm
 from recipes.bench.__main__ import only_ours
 from recipes.stability import CORRECTIONS, GROUPS, MEMBERS, SAMPLING, TASK, UPDATES, Cell, Curves, figures
+from recipes.stability.worker import begin, measure
 
 Record = dict[str, Any]
 ROOM = 2**28
@@ -112,8 +112,6 @@ def _find(cell: Cell, records: Sequence[Record]) -> Record | None:
 
 def in_processes(cells: Sequence[Cell], processes: int) -> Iterator[Record]:
     """Records of cells as they are finished, each process with one thread."""
-    from recipes.stability.cell import begin, measure
-
     folder = RunFolder.create(ROOM)
     context = multiprocessing.get_context("spawn")
     pool = ProcessPool(
@@ -131,16 +129,18 @@ def in_processes(cells: Sequence[Cell], processes: int) -> Iterator[Record]:
 def in_actors(cells: Sequence[Cell]) -> Iterator[Record]:
     """Records of cells that run one after another on the processes of a run."""
     for cell in cells:
-        begin = time.perf_counter()
+        start = time.perf_counter()
         rows = asyncio.run(_launched(cell))
         # The batch of step s is of version s - lag; all up to step lag are of version 0.
         rewards = [rows[0]["reward/mean"], *(row["reward/mean"] for row in rows[cell.lag + 1 :])]
         curves = Curves(rewards, rows[: cell.steps])
-        yield cell.name | figures(curves) | {"wall_s": time.perf_counter() - begin, "cpu_s": None, "rewards": rewards}
+        yield cell.name | figures(curves) | {"wall_s": time.perf_counter() - start, "cpu_s": None, "rewards": rewards}
 
 
 async def _launched(cell: Cell) -> list[dict[str, float]]:
     """The metrics of a run's steps, until the groups that the last version of the cell drew are trained."""
+    from actors.launcher import launch  # it loads Monarch
+
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         config = RunConfig(

@@ -22,7 +22,7 @@ from actors.ledger import Ledger
 from actors.training import Training
 from actors.types import Completion, Group, GroupMeta, Lease, Request, RequestId, Rollout, derive_seed
 from losses import group_norm
-from recipes.stability import CORRECTIONS, GROUPS, MEMBERS, SAMPLING, TASK, Cell, Curves, figures
+from recipes.stability import CORRECTIONS, GROUPS, MEMBERS, SAMPLING, TASK, Cell, Curves
 
 
 class Lab:
@@ -124,21 +124,3 @@ class Lab:
 
 def _mean_reward(metas: Sequence[GroupMeta]) -> float:
     return statistics.fmean(reward for meta in metas for reward in meta.rewards.tolist())
-
-
-_lab: list[Lab] = []
-"""This process's."""
-
-
-def begin(folder: str) -> None:
-    """Prepare a worker process; `folder` is where payloads go."""
-    torch.set_num_threads(1)
-    _lab.append(Lab(tempfile.mkdtemp(dir=folder)))
-
-
-def measure(cell: Cell) -> dict[str, Any]:
-    """The record of a cell."""
-    wall, cpu = time.perf_counter(), time.process_time()
-    curves = _lab[0].run(cell)
-    seconds = {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
-    return cell.name | figures(curves) | seconds | {"rewards": curves.rewards}
