@@ -64,8 +64,8 @@ def check_task(task: Task, model: str, sampling: Sampling, generator: GeneratorC
         task.check(model, None if context is None else context - sampling.max_tokens)
 
 
-def check_model(model: str | None, sampling: Sampling) -> list[Path]:
-    """Refuse a folder that cannot be used; returns its files of weights.
+def check_model(model: str | None, sampling: Sampling, flag: str = "--model") -> list[Path]:
+    """Refuse a folder, given as `flag`, that cannot be used; returns its files of weights.
 
     Raises:
         ValueError, OSError: there is no such folder, or it lacks weights, a tokenizer, an end token.
@@ -73,10 +73,10 @@ def check_model(model: str | None, sampling: Sampling) -> list[Path]:
     if model is None:
         raise ValueError("this task has no model of its own: give --model, a local Hugging Face folder")
     if not Path(model).is_dir():
-        raise FileNotFoundError(f"no folder {model!r}: --model takes a local Hugging Face folder, not a hub's name")
+        raise FileNotFoundError(f"no folder {model!r}: {flag} takes a local Hugging Face folder, not a hub's name")
     files = list(Path(model).glob("*.safetensors"))
     if not files:
-        raise FileNotFoundError(f"no *.safetensors in {model!r}: give --model a Hugging Face folder")
+        raise FileNotFoundError(f"no *.safetensors in {model!r}: give {flag} a Hugging Face folder")
     if not (Tokenizer.load(model).eos_ids or sampling.stop):
         raise ValueError(
             f"{model!r} names no end token, so no completion would stop: give its generation_config.json an "
@@ -163,7 +163,7 @@ def check_objective(config: RunConfig, loss: Objective) -> None:
         elif folder is None and mark is ReadsTeacher:
             raise ValueError("the objective learns from a teacher: give its folder as --trainer.teacher")
         elif folder is not None:
-            check_model(folder, config.sampling)
+            check_model(folder, config.sampling, f"--trainer.{name}")
             assert config.model is not None
             if Tokenizer.load(folder).inner.get_vocab() != Tokenizer.load(config.model).inner.get_vocab():
                 raise ValueError(f"--trainer.{name} {folder} has another vocabulary than --model {config.model}")

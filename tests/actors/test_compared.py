@@ -325,7 +325,7 @@ def test_settings_that_contradict_the_objective_are_refused(model: str) -> None:
     refused(of(reference=tiny), Corrected(), "compares with no reference")
     refused(base, Distill(), r"give its folder as --trainer\.teacher")
     refused(of(teacher=model), Distill(), "has another vocabulary than --model")
-    refused(of(teacher="/nowhere"), Distill(), "no folder '/nowhere'")
+    refused(of(teacher="/nowhere"), Distill(), r"no folder '/nowhere': --trainer\.teacher takes")
     refused(base, OnlineDPO(), "use sequences")
     one = replace(base, group_size=1)
     refused(replace(one, buffer=BufferConfig(zero_variance="filter")), DIS(), "would drop all: use keep")
