@@ -66,7 +66,11 @@ class ByRow(ABC):
 
     @abstractmethod
     def load_state(self, state: Any) -> None:
-        """Go on from another's state."""
+        """Go on from another's state.
+
+        Raises:
+            ValueError: it is no such state.
+        """
 
 
 class RunningMean(ByRow):
@@ -90,7 +94,11 @@ class RunningMean(ByRow):
         return [[row, list(rewards)] for row, rewards in self.recent.items()]
 
     def load_state(self, state: list[list[Any]]) -> None:
-        self.recent = {row: rewards[-self.window :] for row, rewards in state}
+        try:
+            recent = {int(row): [float(reward) for reward in rewards] for row, rewards in state}
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"RunningMean: its state is no list of [row, rewards]: {error}") from error
+        self.recent = {row: rewards[-self.window :] for row, rewards in recent.items()}
 
     def __call__(self, rewards_N: Tensor, rows_N: Tensor) -> Tensor:
         rows, rewards = rows_N.tolist(), rewards_N.tolist()
