@@ -176,11 +176,10 @@ def run(config: Config) -> list[Record]:
 def machine() -> Record:
     """Where it ran."""
     return {
-        "machine": platform.machine(),
+        "system": f"{platform.system()} {platform.machine()}",
         "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
         "torch": version("torch"),
-        "system": platform.platform(),
     }
 
 
