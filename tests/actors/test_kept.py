@@ -391,4 +391,4 @@ def test_unknown_sets_are_warned_of_once(
     for step in range(2):
         training.step(replace(taken, step=step))
     told = [r.message for r in caplog.records if "does not say what was kept" in r.message]
-    assert [line[:18] for line in told] == ["step 0: 3 rollouts"] * warns
+    assert len(told) == warns and all("step 0: 3 rollouts" in line for line in told)
