@@ -100,6 +100,12 @@ def test_quantiles_are_those_of_the_sorted_ratios_however_the_tokens_are_split(l
         assert math.log(found[f"policy/{name}"]) == pytest.approx(want, rel=0.053, abs=1.1e-4)
 
 
+def test_a_logprob_that_is_no_number_does_not_hide_behind_an_error_of_the_metrics() -> None:
+    given = inputs([math.nan, -1.0], [-1.0, -1.0], [0, 0])
+    sums = sums_of(given, PolicyGradient(), given.logprobs_T)
+    assert sums["ratios"].sum() == 2 and math.isnan(policy_metrics(sums)["policy/lag_kl"])
+
+
 def test_age_and_spread_by_hand() -> None:
     """Step 9. Group one: versions 5..6 with advantage 1, 8..8 with -1; group two: 7..9 with 0, and one without an
     action. Ages 4 and 1 of those with an advantage; versions from 5 to 9."""
