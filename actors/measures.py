@@ -105,11 +105,10 @@ def spread(taken: Taken, advantage: Sequence[np.ndarray]) -> dict[str, float]:
 
 
 def _histogram(log_C: Tensor) -> Tensor:
-    """Counts [2 CLASSES + 1] of log ratios: negative ones, largest first; those near 0; positive ones. nan counts as 0:
-    the gradient's check says more about it."""
+    """Counts [2 CLASSES + 1] of log ratios: negative ones, largest first; those near 0; positive ones."""
     growth = math.log(LOG_RATIO_LIMIT / SMALLEST) / CLASSES
     size_C = ((log_C.abs() / SMALLEST).log() / growth).nan_to_num(neginf=-1.0).floor().clamp(-1, CLASSES - 1) + 1
-    place_C = CLASSES + (log_C.sign() * size_C).nan_to_num().long()
+    place_C = (CLASSES + log_C.sign() * size_C).long()
     return place_C.bincount(minlength=2 * CLASSES + 1)
 
 
