@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import tyro
-from pebble import ProcessPool
+from pebble import ProcessExpired, ProcessPool
 from rich.console import Console
 from rich.table import Table
 
@@ -222,6 +222,11 @@ def main() -> None:
         config = tyro.cli(Config)
         with only_ours():
             records = run(config)
+    except ProcessExpired as error:
+        sys.exit(
+            f"stability: a process of a cell died with code {error.exitcode}, perhaps for want of memory: try "
+            "--processes 1; with the same --output it goes on after the cells there"
+        )
     except (ValueError, OSError) as error:
         sys.exit(f"stability: {error}")
     except KeyboardInterrupt:
