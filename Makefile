@@ -1,9 +1,10 @@
 # make demo: install into .venv and train the tiny model.  make test, make lint: the checks, with all extras.
 # make install-all: vLLM for CPU as well; `make test` then tests that engine too.
-# make smollm: the same with a real chat model of 135 M parameters, three steps.
+# make smollm: the same with a real chat model of 135 M parameters, three steps. ENGINE=vllm draws with vLLM instead.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
+ENGINE ?= native
 
 .PHONY: install install-test install-all demo smollm test lint
 
@@ -48,9 +49,9 @@ models/smollm2-135m/config.json: recipes/make_smollm.py | $(VENV)/.installed-smo
 # Minutes a step: it is to be seen working, not learning. 3 GB of memory.
 smollm: $(VENV)/.installed-smollm models/smollm2-135m/config.json
 	$(BIN)/python -m recipes.grpo_async --model models/smollm2-135m --steps 3 --group-size 4 --trainer.lr 1e-5 \
-		--buffer.groups-per-step 2 --buffer.max-staleness 1 --generator.replicas 1 --generator.engine.slots 16 \
+		--buffer.groups-per-step 2 --buffer.max-staleness 1 --generator.replicas 1 \
 		--sampling.max-tokens 64 --sampling.temperature 0.4 --sync.timeout 600 \
-		task:dataset --task.path recipes/assets/word_problems.jsonl --task.chat --task.reward math
+		generator.engine:$(ENGINE) --generator.engine.slots 16 task:dataset --task.path recipes/assets/word_problems.jsonl --task.chat --task.reward math
 
 test: install-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
