@@ -22,6 +22,7 @@ import tyro
 from actors.config import (
     BufferConfig,
     EvalConfig,
+    FilterConfig,
     GeneratorConfig,
     HfBackend,
     LogConfig,
@@ -47,8 +48,18 @@ from recipes.grpo_async import Losses, Tasks
 ASSETS = Path(__file__).parent / "assets" / "report"
 SCRIPTS = ("base.js", "charts.js", "timeline.js", "rollouts.js", "main.js")
 SETTINGS = (
-    *(RunConfig, BufferConfig, EvalConfig, GeneratorConfig, HfBackend, LogConfig, NativeEngine, RolloutConfig),
-    *(Sampling, SaveConfig, SimulatedEngine, SyncConfig, TrainerConfig, VllmEngine, Corrections, KLPenalty),
+    *(RunConfig, BufferConfig, EvalConfig, FilterConfig, GeneratorConfig, HfBackend, LogConfig, NativeEngine),
+    *(
+        RolloutConfig,
+        Sampling,
+        SaveConfig,
+        SimulatedEngine,
+        SyncConfig,
+        TrainerConfig,
+        VllmEngine,
+        Corrections,
+        KLPenalty,
+    ),
     *(*get_args(Tasks), *get_args(Losses)),
 )
 """Classes whose defaults are known."""

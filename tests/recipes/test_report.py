@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 from collections import Counter
+from dataclasses import is_dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from selenium.webdriver.common.actions.wheel_input import ScrollOrigin
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import Select
 
+from actors.config import RunConfig
 from actors.settings import plain
 from actors.timeline import Span
 from losses import GSPO, Corrected
@@ -439,3 +441,8 @@ def test_visible_text_keeps_letters_and_shows_the_rest():
     assert visible("é日本<b>\n") == r"é日本<b>\n"
     assert visible("a\nb\tc", keep="\n") == "a\nb\\tc"
     assert visible(CONTROL + "\x9b\ud800\u2028\U000e0001") == r"\x1b[2J\x07\u202e\x9b\ud800\u2028\U000e0001"
+
+
+def test_the_defaults_of_every_setting_of_a_run_are_known():
+    parts = {type(value) for value in vars(RunConfig()).values() if is_dataclass(value)}
+    assert len(parts) > 8 and parts <= set(report.SETTINGS)

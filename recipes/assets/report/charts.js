@@ -73,7 +73,7 @@ function chartSvg(chart, width) {
   }
   svg.append(shape("line", { class: "axis", x1: EDGE.left, x2: right, y1: bottom, y2: bottom }));
   svg.append(shape("text", { x: right, y: bottom + 30, "text-anchor": "end" }, chart.axis));
-  svg.append(shape("text", { x: 2, y: 12 }, chart.unit + (chart.log ? ", log scale" : "")));
+  svg.append(shape("text", { x: 2, y: 12 }, [chart.unit, chart.log ? "log scale" : ""].filter(Boolean).join(", ")));
 
   chart.series.forEach((series, i) => svg.append(curve(chart, series, i, x, y, usable)));
   hover(svg, chart, x, width, bottom);
