@@ -49,18 +49,8 @@ ASSETS = Path(__file__).parent / "assets" / "report"
 SCRIPTS = ("base.js", "charts.js", "timeline.js", "rollouts.js", "main.js")
 SETTINGS = (
     *(RunConfig, BufferConfig, EvalConfig, FilterConfig, GeneratorConfig, HfBackend, LogConfig, NativeEngine),
-    *(
-        RolloutConfig,
-        Sampling,
-        SaveConfig,
-        SimulatedEngine,
-        SyncConfig,
-        TrainerConfig,
-        VllmEngine,
-        Corrections,
-        KLPenalty,
-    ),
-    *(*get_args(Tasks), *get_args(Losses)),
+    *(RolloutConfig, Sampling, SaveConfig, SimulatedEngine, SyncConfig, TrainerConfig, VllmEngine),
+    *(Corrections, KLPenalty, *get_args(Tasks), *get_args(Losses)),
 )
 """Classes whose defaults are known."""
 
