@@ -124,6 +124,7 @@ def test_oversampling_keeps_the_right_ones_of_lowest_penalty_and_any_wrong_ones(
     seen = {tuple(trained(group, oversample=2, seed=seed)) for seed in range(30)}
     right = [(2, 0.8), (4, 0.9), (6, 1.0)]
     assert seen == {tuple(sorted([*right, wrong])) for wrong in [(1, 0.0), (5, 0.4)]}
+    assert trained([member(0.5), member(0.49)], oversample=2) == [(0, 0.5), (1, 0.49)], "0.5 is right"
     # At 0.95 four are right: 0, 3, 6, 7; the two of lowest penalty are 6 and 3.
     assert {3, 6} <= {i for i, _ in trained(group, oversample=2, solved=0.95)}
     assert trained(group[2:5], oversample=2) == [] and trained([group[1], group[5]], oversample=2) == []
