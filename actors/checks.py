@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -165,8 +166,17 @@ def check_objective(config: RunConfig, loss: Objective) -> None:
         elif folder is not None:
             check_model(folder, config.sampling, f"--trainer.{name}")
             assert config.model is not None
-            if Tokenizer.load(folder).inner.get_vocab() != Tokenizer.load(config.model).inner.get_vocab():
+            vocabulary = Tokenizer.load(config.model).inner.get_vocab()
+            if Tokenizer.load(folder).inner.get_vocab() != vocabulary:
                 raise ValueError(f"--trainer.{name} {folder} has another vocabulary than --model {config.model}")
+            rows, most = (
+                json.loads((Path(folder) / "config.json").read_text()).get("vocab_size"),
+                max(vocabulary.values()),
+            )
+            if rows is not None and rows <= most:
+                raise ValueError(
+                    f"--trainer.{name} {folder} knows {rows} tokens, and its tokenizer gives up to {most}"
+                )
     if reads(loss, WholeGroups) and trainer.denominator != "sequences":
         raise ValueError(
             f"--trainer.denominator {trainer.denominator} would weigh pairs by length: this objective compares whole "

@@ -47,11 +47,16 @@ def _resampled(rollouts: tuple[Rollout, ...], group_size: int, solved: float, se
         return ()
     chosen = resample_on_correct(
         [r.reward >= solved for r in rollouts],
-        [r.parts.get("penalty", 0.0) for r in rollouts],
+        [_penalty(r) for r in rollouts],
         keep=min(group_size, len(rollouts)),
         seed=seed,
     )
     return tuple(rollouts[i] for i in chosen)
+
+
+def _penalty(rollout: Rollout) -> float:
+    """The part `penalty`, whichever reward function gave it: of several its name comes after theirs and a dot."""
+    return math.fsum(value for name, value in rollout.parts.items() if name.rpartition(".")[2] == "penalty")
 
 
 def _shortened(rollout: Rollout, cache: int) -> Rollout:

@@ -95,9 +95,12 @@ class RunningMean(ByRow):
 
     def load_state(self, state: list[list[Any]]) -> None:
         try:
-            recent = {int(row): [float(reward) for reward in rewards] for row, rewards in state}
+            recent = {row: [math.fsum([reward]) for reward in rewards] for row, rewards in state}
         except (TypeError, ValueError) as error:
             raise ValueError(f"RunningMean: its state is no list of [row, rewards]: {error}") from error
+        rewards_of_all = [reward for rewards in recent.values() for reward in rewards]
+        if not all(isinstance(row, int) for row in recent) or not all(map(math.isfinite, rewards_of_all)):
+            raise ValueError("RunningMean: its state is no list of [row, rewards]: rows are integers, rewards finite")
         self.recent = {row: rewards[-self.window :] for row, rewards in recent.items()}
 
     def __call__(self, rewards_N: Tensor, rows_N: Tensor) -> Tensor:

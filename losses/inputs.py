@@ -57,7 +57,8 @@ class Terms:
     loss_T: Tensor
     """[T], minimised. Its plain mean over tokens is the objective's token mean."""
     diagnostics_T: dict[str, Tensor] = field(default_factory=dict)
-    """[T] each, logged as a mean over the tokens that count, as `policy/<name>`."""
+    """[T] each, logged as a mean over the tokens that count, as `policy/<name>`. `masked`, 1 where the gradient was
+    dropped, is logged by age too; `weight` and `weight_squared` give the effective sample size."""
     kept_T: Tensor | None = None
     """bool [T]: tokens that the objective did not drop, for a denominator of survivors. None: all of them."""
 

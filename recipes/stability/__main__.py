@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from itertools import product
@@ -72,7 +73,8 @@ class Config:
         if not (self.corrections and self.lags and self.lrs and self.seeds):
             raise ValueError("corrections, lags, lrs and seeds need one value each at least")
         require("stability", 1, steps=self.steps, processes=self.processes)
-        require("stability", 0, lags=min(self.lags), lrs=min(self.lrs))
+        for lag, lr in product(self.lags, self.lrs):
+            require("stability", 0, lags=lag, lrs=lr)
 
     def cells(self) -> list[Cell]:
         """The grid; whole tables of corrections come first."""
@@ -94,6 +96,10 @@ def collect(
     records: list[Record] = []
     if output is not None and output.exists():
         lines = list(read_lines(output))
+        if not all(
+            isinstance(record, dict) and {"correction", "reward_last"} <= record.keys() for _, record in lines
+        ) or (output.stat().st_size and not lines):
+            raise ValueError(f"{output} holds something else than cells: give --output another file")
         write_whole(output, b"".join(line for line, _ in lines))  # without a torn last line
         records = [record for _, record in lines]
     missing = [cell for cell in cells if _find(cell, records) is None]
@@ -222,6 +228,8 @@ def main() -> None:
         config = tyro.cli(Config)
         with only_ours():
             records = run(config)
+    except BrokenProcessPool as error:
+        sys.exit(f"stability: no process of a cell came up: {error}; try --processes 1")
     except ProcessExpired as error:
         sys.exit(
             f"stability: a process of a cell died with code {error.exitcode}, perhaps for want of memory: try "
@@ -230,7 +238,7 @@ def main() -> None:
     except (ValueError, OSError) as error:
         sys.exit(f"stability: {error}")
     except KeyboardInterrupt:
-        print("stability: interrupted; with the same --output it goes on after the cells there", file=sys.stderr)
+        print("stability: interrupted; cells in a file given as --output are not run again", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
     if config.json:
         settings = plain(config) | {"groups": GROUPS, "members": MEMBERS, "updates": UPDATES}

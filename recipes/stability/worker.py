@@ -26,8 +26,16 @@ def begin(folder: str) -> None:
 
 
 def measure(cell: Cell) -> dict[str, Any]:
-    """The record of a cell."""
+    """The record of a cell.
+
+    Raises:
+        ValueError: its training broke down.
+    """
     wall, cpu = time.perf_counter(), time.process_time()
-    curves = _labs[0].run(cell)
+    try:
+        curves = _labs[0].run(cell)
+    except RuntimeError as error:
+        what = f"{cell.correction} with --lags {cell.lag} --lrs {cell.lr:g} --seeds {cell.seed}"
+        raise ValueError(f"{what} broke down: {error}") from error
     seconds = {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
     return cell.name | figures(curves) | seconds | {"rewards": curves.rewards}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
+import shutil
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -300,8 +302,10 @@ def test_a_baseline_that_the_checkpoint_lacks_begins_anew_and_says_so(
         load_memory(tmp_path / "trainer")
 
 
-def test_settings_that_contradict_the_objective_are_refused(model: str) -> None:
-    tiny = str(Addition.checkpoint)
+def test_settings_that_contradict_the_objective_are_refused(model: str, tmp_path: Path) -> None:
+    tiny, cut = str(Addition.checkpoint), tmp_path / "cut"
+    shutil.copytree(tiny, cut)
+    (cut / "config.json").write_text(json.dumps(json.loads((cut / "config.json").read_text()) | {"vocab_size": 20}))
     base = RunConfig(model=tiny)
 
     def refused(config: RunConfig, loss: Objective, match: str) -> None:
@@ -326,6 +330,9 @@ def test_settings_that_contradict_the_objective_are_refused(model: str) -> None:
     refused(base, Distill(), r"give its folder as --trainer\.teacher")
     refused(of(teacher=model), Distill(), "has another vocabulary than --model")
     refused(of(teacher="/nowhere"), Distill(), r"no folder '/nowhere': --trainer\.teacher takes")
+    refused(
+        of(teacher=str(cut)), Distill(), r"--trainer\.teacher .*cut knows 20 tokens, and its tokenizer gives up to"
+    )
     refused(base, OnlineDPO(), "use sequences")
     one = replace(base, group_size=1)
     refused(replace(one, buffer=BufferConfig(zero_variance="filter")), DIS(), "would drop all: use keep")

@@ -130,6 +130,15 @@ def test_oversampling_keeps_the_right_ones_of_lowest_penalty_and_any_wrong_ones(
     assert trained(group[2:5], oversample=2) == [] and trained([group[1], group[5]], oversample=2) == []
 
 
+def test_a_penalty_counts_whichever_reward_function_gave_it():
+    def judged(reward, penalty):
+        return replace(member(reward), parts={"f.penalty": penalty, "g.penalty": 0.1, "f": 9.0})
+
+    group = [judged(1.0, 0.9), judged(1.0, 0.0), judged(0.0, 0.0), judged(0.0, 0.0)]
+    kept = survivors(group, FilterConfig(oversample=2), group_size=2, solved=0.5, seed=0)
+    assert [r.parts["f.penalty"] for r in kept if r.reward] == [0.0]
+
+
 def test_a_rollout_without_a_penalty_has_none():
     group = [member(1.0, penalty=0.1), member(1.0), member(1.0, penalty=0.2), member(0.0)]
     assert {tuple(i for i, _ in trained(group, group_size=2, oversample=2, seed=s)) for s in range(9)} == {(1, 3)}

@@ -112,7 +112,17 @@ def test_running_mean_by_hand() -> None:
     for same in (baseline, other, restored):
         assert same(torch.tensor([4.0, 0.0]), torch.tensor([5, 5])).tolist() == [2.0, -2.0]
     assert baseline.recent == {5: [4.0, 0.0], 9: [1.0]}
-    for damaged in ({"a": 3}, [[5]], [[5, None]], 7, [["x", [1.0]]]):
+    for damaged in (
+        {"a": 3},
+        [[5]],
+        [[5, None]],
+        7,
+        [["x", [1.0]]],
+        [[math.inf, [1.0]]],
+        [[1, [math.nan]]],
+        {"12": [1]},
+        [[1, "12"]],
+    ):
         with pytest.raises(ValueError, match="no list of"):
             restored.load_state(damaged)
     assert restored.recent == baseline.recent

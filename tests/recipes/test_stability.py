@@ -165,7 +165,18 @@ def test_an_interrupted_grid_goes_on(tmp_path: Path) -> None:
     assert asked[2:] == [other]
 
 
+@pytest.mark.parametrize("text", ['{"mine": 1}', '{"mine": 1}\n', "5\n", "[1]\n", '{"correction": "none"}\n'])
+def test_a_file_of_something_else_is_refused_and_left_alone(tmp_path: Path, text: str) -> None:
+    output = tmp_path / "mine.json"
+    output.write_text(text)
+    with pytest.raises(ValueError, match="holds something else than cells"):
+        collect(Config(steps=7).cells()[:1], output, lambda cells: [record(cell) for cell in cells])
+    assert output.read_text() == text
+
+
 def test_settings_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"stability\.lrs must be at least 0, not nan"):
+        Config(lrs=(1e-4, float("nan")))
     with pytest.raises(ValueError, match="--corrections plain is none of none, ppo_old"):
         Config(corrections=("none", "plain"))
     with pytest.raises(ValueError, match=r"stability\.lags must be at least 0"):
