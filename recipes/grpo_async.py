@@ -97,6 +97,8 @@ async def train(config: Config) -> dict[str, Any]:
             f"--group-size 1 makes every advantage 0 with --advantage {config.advantage}: use "
             f"{' or '.join(WITHOUT_GROUPS)}"
         )
+    if config.advantage == "running_mean" and config.buffer.reuse > 1:
+        raise ValueError("--advantage running_mean would compare a reused rollout with itself: use --buffer.reuse 1")
     advantage = ADVANTAGES[config.advantage]
     async with launch(config, task=config.task, loss=config.loss, advantage=advantage) as run:
         async for batch in run.batches():
