@@ -22,7 +22,9 @@ AGES = {"0": 0, "1": 1, "2": 2, "3_4": 4, "5_8": 8, "9_16": 16}
 """Classes of staleness by name, and the last version of each; beyond is `17_up`."""
 QUANTILES = {"ratio_p01": 0.01, "ratio_p50": 0.5, "ratio_p99": 0.99}
 SMALLEST, CLASSES = 1e-4, 240
-"""Least |log ratio| that the histogram tells from 0, and its classes of each sign: each is 5 % wide."""
+"""Least |log ratio| that the histogram tells from 0, and its classes of each sign."""
+WIDTH = math.log(LOG_RATIO_LIMIT / SMALLEST) / CLASSES
+"""Of a class in log |log ratio|: 5 %."""
 
 
 def measure(inputs: LossInputs, terms: Terms, sums: Sums, start_T: Tensor | None) -> dict[str, Tensor]:
@@ -106,8 +108,7 @@ def spread(taken: Taken, advantage: Sequence[np.ndarray]) -> dict[str, float]:
 
 def _histogram(log_C: Tensor) -> Tensor:
     """Counts [2 CLASSES + 1] of log ratios: negative ones, largest first; those near 0; positive ones."""
-    growth = math.log(LOG_RATIO_LIMIT / SMALLEST) / CLASSES
-    size_C = ((log_C.abs() / SMALLEST).log() / growth).nan_to_num(neginf=-1.0).floor().clamp(-1, CLASSES - 1) + 1
+    size_C = ((log_C.abs() / SMALLEST).log() / WIDTH).nan_to_num(neginf=-1.0).floor().clamp(-1, CLASSES - 1) + 1
     place_C = (CLASSES + log_C.sign() * size_C).long()
     return place_C.bincount(minlength=2 * CLASSES + 1)
 
@@ -118,8 +119,7 @@ def _quantile(counts: Tensor, share: float) -> float:
     if not cumulated[-1]:
         return math.nan
     place = int(torch.searchsorted(cumulated, share * cumulated[-1])) - CLASSES
-    growth = math.log(LOG_RATIO_LIMIT / SMALLEST) / CLASSES
-    size = SMALLEST * math.exp(growth * (abs(place) - 0.5)) if place else 0.0
+    size = SMALLEST * math.exp(WIDTH * (abs(place) - 0.5)) if place else 0.0
     return math.exp(math.copysign(size, place))
 
 

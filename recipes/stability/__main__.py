@@ -90,18 +90,10 @@ def collect(
     """Records of these cells in their order: those in the file, and what `work` gives, which is appended.
 
     Raises:
-        ValueError: the file is damaged.
+        ValueError: the file is damaged, or holds something else.
         OSError: it cannot be read or written.
     """
-    records: list[Record] = []
-    if output is not None and output.exists():
-        lines = list(read_lines(output))
-        if not all(
-            isinstance(record, dict) and {"correction", "reward_last"} <= record.keys() for _, record in lines
-        ) or (output.stat().st_size and not lines):
-            raise ValueError(f"{output} holds something else than cells: give --output another file")
-        write_whole(output, b"".join(line for line, _ in lines))  # without a torn last line
-        records = [record for _, record in lines]
+    records = [] if output is None or not output.exists() else _finished(output)
     missing = [cell for cell in cells if _find(cell, records) is None]
     for number, record in enumerate(work(missing) if missing else (), 1):
         records.append(record)
@@ -110,6 +102,16 @@ def collect(
         cell = "{correction} lag {lag} lr {lr:g} seed {seed} through {through}".format_map(record)
         print(f"{number}/{len(missing)} {cell}: {record['reward_last']:.3f}", file=sys.stderr)
     return [found for cell in cells if (found := _find(cell, records)) is not None]
+
+
+def _finished(output: Path) -> list[Record]:
+    """The records of a file; a torn last line is cut off."""
+    lines = list(read_lines(output))
+    of_cells = [isinstance(record, dict) and {"correction", "reward_last"} <= record.keys() for _, record in lines]
+    if not all(of_cells) or (not lines and output.stat().st_size):
+        raise ValueError(f"{output} holds something else than cells: give --output another file")
+    write_whole(output, b"".join(line for line, _ in lines))
+    return [record for _, record in lines]
 
 
 def _find(cell: Cell, records: Sequence[Record]) -> Record | None:

@@ -368,47 +368,11 @@ def test_requests_beyond_the_slots_wait_in_order(folder):
     assert [{i.ticket for i, _ in engine.step()} for _ in range(3)] == [{0, 1, 2, 3}, {4, 5, 6, 7}, {8, 9}]
 
 
-def test_a_slot_can_be_filled_to_its_last_token(folder):
-    engine, model = Native(NativeEngine(slots=2, max_length=16), folder), load_model(folder, "float32")
-    requests = [request(t, [5 + t] * 6, max_tokens=10) for t in range(6)]
-    out = run(engine, requests)
-    full = [r for r in requests if len(out[r.id].tokens) == 10]
-    assert full
-    assert max(gap(model, r, out[r.id]).max() for r in full) < 1e-5
-
-
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        ({"prompt": []}, "empty prompt"),
-        ({"prompt": [5] * 10, "max_tokens": 7}, r"prompt of 10 \+ max_tokens 7 .* 16 .*--generator.engine.max-length"),
-        ({"prompt": [5, 64], "max_tokens": 5}, "prompt token that is not among the model's 64"),
-        ({"prompt": [-1], "max_tokens": 5}, "prompt token that is not among the model's 64"),
-        ({"prompt": [5], "max_tokens": 5, "min_version": 2}, "wants version 2, the engine holds 0"),
-    ],
-)
-def test_bad_requests_are_refused(folder, bad, message):
-    engine = Native(NativeEngine(slots=2, max_length=16), folder)
-    with pytest.raises(ValueError, match=message):
-        engine.add(request(0, **bad))
-    assert engine.unfinished == 0
-
-
 def test_an_end_token_that_the_model_lacks_is_refused(folder, tmp_path):
     copy = shutil.copytree(folder, tmp_path / "copy")
     (copy / "generation_config.json").write_text('{"eos_token_id": [2, 64]}')
     with pytest.raises(ValueError, match=r"end tokens \[64\] .* are not among its model's 64"):
         Native(NativeEngine(slots=2, max_length=16), str(copy))
-
-
-def test_weights_that_are_not_finite_are_an_error(folder):
-    engine = Native(NativeEngine(slots=2, max_length=64), folder)
-    tensors = {name: p.clone() for name, p in engine.model.named_parameters()}
-    tensors["model.norm.weight"][3] = torch.nan
-    engine.load(tensors, 8)
-    engine.add(request(4, [5]))
-    with pytest.raises(FloatingPointError, match=r"request \(4, 0, 0, 0\) at version 8"):
-        engine.step()
 
 
 def test_bfloat16_stays_near_float32(folder):
